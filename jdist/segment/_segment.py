@@ -22,7 +22,6 @@ from jax.typing import ArrayLike
 from jdist._compat import Ahead
 from jdist._errors import (
     check_function,
-    check_sequence,
     check_type,
     quoted,
     requirement,
@@ -34,11 +33,9 @@ from jdist.segment._lookup.cache import (
     VERSIONS,
     FunctionCache,
 )
-from jdist.segment._lookup.contents import Contents, contents_of
+from jdist.segment._lookup.contents import Contents
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
-    Static,
-    StaticValue,
     Traced,
     TracedProgram,
     refuse_hidden,
@@ -96,9 +93,9 @@ class Halves:
     Attributes:
       traced: The function as its traced programs.
       owner: Identity token shared by the residuals of these halves and no others.
-      forward: `(params, inputs, static) -> (outputs, residuals)`; the residuals lack
+      forward: `(params, inputs) -> (outputs, residuals)`; the residuals lack
         the arrays that are inputs or outputs.
-      outputs: `(params, inputs, static) -> outputs`, by the same traced program.
+      outputs: `(params, inputs) -> outputs`, by the same traced program.
       backward: `(fold, carry, given, params, residuals, d_outputs, layout) ->
         (fold(carry, d_params, given), d_inputs)`, `d_params` itself if there is no
         fold. Here and below `fold` is static, and its carry is donated.
@@ -132,8 +129,8 @@ class Halves:
     # function. The fold and the layout select the program; the carry is not read again.
     # Without a fold nothing is donated: JAX keeps the tree structure of arguments that
     # may be donated, and with it the plan, alive longer than the function.
-    forward = cached_property(lambda x: x._jitted(x._run_forward, 2))
-    outputs = cached_property(lambda x: x._jitted(x._run_outputs, 2))
+    forward = cached_property(lambda x: x._jitted(x._run_forward))
+    outputs = cached_property(lambda x: x._jitted(x._run_outputs))
     backward = cached_property(lambda x: x._jitted(_backward, 0, 6))
     first = cached_property(lambda x: x._jitted(_first, 3))
     second = cached_property(lambda x: x._jitted(_second, 0, 4))
@@ -170,24 +167,22 @@ class Halves:
         homes = self._homes.values()
         return next((home for home in homes if home.owner is owner), None)
 
-    def call(
-        self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree, static: Static
-    ) -> PyTree:
+    def call(self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree) -> PyTree:
         """Calls `forward` or `outputs` of the halves that compile the program."""
         home = self
         # Where the first program was compiled here, the others are too, and JAX finds
         # them: a signature costs more than a small call.
         if not self._is_home:
-            home = self._home((params, *inputs), static)
+            home = self._home((params, *inputs))
             self._is_home = home is self
-        return invoke(getattr(home, half), params, inputs, static)
+        return invoke(getattr(home, half), params, inputs)
 
-    def _home(self, arguments: tuple[Any, ...], static: Static) -> "Halves":
+    def _home(self, arguments: tuple[Any, ...]) -> "Halves":
         """The halves that have compiled the program for these shapes; else these."""
-        signature = signature_of(arguments, static)
+        signature = signature_of(arguments)
         home = self._homes.get(signature)
         if home is None:
-            program = self.traced.program(arguments, static)
+            program = self.traced.program(arguments)
             case = (self._policy, self._label, signature)
             key = program.outputs, identity_of(program.closed)
             home = self._homes[signature] = VERSIONS.get(
@@ -195,25 +190,25 @@ class Halves:
             )
         return home
 
-    def _program(self, params: PyTree, inputs: PyTree, static: Static) -> TracedProgram:
+    def _program(self, params: PyTree, inputs: PyTree) -> TracedProgram:
         """The traced program, about to be compiled."""
         arguments = (params, *inputs)
-        self._home(arguments, static)
+        self._home(arguments)
         # Here, and not in `call`: JAX traces once for each set of shapes.
         kinds = [jax.typeof(x) for x in jax.tree.leaves(arguments)]
         VERSIONS.note_sizes(self._user, self.contents, self._label, kinds)
-        return self.traced.program(arguments, static)
+        return self.traced.program(arguments)
 
-    def _run_forward(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
-        program = self._program(params, inputs, static)
+    def _run_forward(self, params: PyTree, inputs: PyTree) -> PyTree:
+        program = self._program(params, inputs)
         planned = plan(program.run, params, inputs, self._policy, self.owner)
         # Derivative rules have run since the first check, and may close over tracers.
         refuse_hidden(self._user, planned.program)
         outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)
 
-    def _run_outputs(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
-        return self._program(params, inputs, static).run(params, *inputs)
+    def _run_outputs(self, params: PyTree, inputs: PyTree) -> PyTree:
+        return self._program(params, inputs).run(params, *inputs)
 
 
 def _backward(
@@ -322,19 +317,17 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_guarded", "_halves", "_invoke", "_static", "fn")
+    __slots__ = ("_guarded", "_halves", "_invoke", "fn")
 
     def __init__(
         self,
         fn: Callable[..., Any],
         halves: Halves,
-        static: tuple[int, ...] = (),
         invoke: Invoke = operator.call,
         guarded: bool = False,
     ) -> None:
         self.fn = fn
         self._halves = halves
-        self._static = static
         self._invoke = invoke
         # Whether each call checks what `fn` reads; else the caller does, once for many.
         self._guarded = guarded
@@ -349,7 +342,7 @@ class Segment:
           invoke: `invoke(function, *arguments)` replaces `function(*arguments)`; it may
             compile ahead of time, and return shapes for shapes.
         """
-        return Segment(self.fn, self._halves, self._static, invoke, self._guarded)
+        return Segment(self.fn, self._halves, invoke, self._guarded)
 
     def forward(self, params: PyTree, *inputs: PyTree) -> tuple[PyTree, Residuals]:
         """Runs the function and keeps what its backward pass needs.
@@ -365,17 +358,13 @@ class Segment:
           inputs, of the fewest bytes that suffice.
 
         Raises:
-          TypeError: `fn` reads a value that is being traced; or a static argument is
-            not hashable, or holds what cannot be read.
+          TypeError: `fn` reads a value that is being traced.
           ValueError: What `fn` reads has changed since it was first compiled, and its
             program with it.
         """
-        static: Static = ()
-        if self._static:
-            inputs, static = self._without_static(inputs)
         # The compiled function returns only arrays that are neither inputs nor outputs;
         # those are added here, by reference.
-        outputs, saved = self._call("forward", params, inputs, static)
+        outputs, saved = self._call("forward", params, inputs)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
         given, arguments = plan.param_count, len(plan.trained)
@@ -395,10 +384,7 @@ class Segment:
         Args and errors are those of `forward`. It runs the program that `forward`
         differentiates: for the same shapes `fn` is traced once for both.
         """
-        static: Static = ()
-        if self._static:
-            inputs, static = self._without_static(inputs)
-        return self._call("outputs", params, inputs, static)
+        return self._call("outputs", params, inputs)
 
     def check(self) -> None:
         """Checks that the function reads what it read when it was first compiled.
@@ -506,7 +492,7 @@ class Segment:
         Args:
           params: As for `forward`; each array may be a shape (`jax.ShapeDtypeStruct`),
             with the sharding that the array will have, also over absent devices.
-          *inputs: Likewise; static arguments by value.
+          *inputs: Likewise.
 
         Raises: what `forward` raises.
 
@@ -518,10 +504,8 @@ class Segment:
           >>> [x.shape for x in found.kept], [x.shape for x in found.computed]
           ([(5, 4), (5, 3)], [(5, 4)])
         """
-        given = [
-            x if n in self._static else shapes_of(x) for n, x in enumerate(inputs, 1)
-        ]
-        params, ahead = shapes_of(params), Ahead(places=True)
+        params, given = shapes_of((params, inputs))
+        ahead = Ahead(places=True)
         through = self.through(ahead)
         outputs, residuals = through.forward(params, *given)
         d_outputs = jax.tree.map(lambda y: y if is_inexact(y) else None, outputs)
@@ -532,14 +516,12 @@ class Segment:
         computed = tuple([x for x, (group, _) in pairs if group == 2])
         return LoweredHalves(forward, backward, residuals.arrays, computed)
 
-    def _call(
-        self, half: str, params: PyTree, inputs: PyTree, static: Static
-    ) -> PyTree:
+    def _call(self, half: str, params: PyTree, inputs: PyTree) -> PyTree:
         # Written out for the common case.
         if self._guarded and not self._halves.traced.contents.hold():
             self.check()
         try:
-            return self._halves.call(self._invoke, half, params, inputs, static)
+            return self._halves.call(self._invoke, half, params, inputs)
         except TypeError as error:
             explain(f"Segment.{half}", error, {"params": params, "inputs": inputs})
             raise
@@ -573,15 +555,6 @@ class Segment:
                 return home
         refuse_origin(call, value, kind)
 
-    def _without_static(
-        self, inputs: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], Static]:
-        places = [n for n in self._static if n <= len(inputs)]
-        static = tuple(_static(n, inputs[n - 1]) for n in places)
-        return tuple(
-            None if i in places else x for i, x in enumerate(inputs, start=1)
-        ), static
-
 
 def forward_arrays(
     segment: Segment, arrays: tuple[ArrayLike, ...]
@@ -593,7 +566,7 @@ def forward_arrays(
       arrays: The inputs. NumPy arrays are kept without a copy: they must not be written
         to afterwards.
     """
-    outputs, saved = segment._halves.call(segment._invoke, "forward", (), arrays, ())
+    outputs, saved = segment._halves.call(segment._invoke, "forward", (), arrays)
     plan = saved.plan
     kept: tuple[Any, ...] = ()
     if plan.kept:
@@ -625,24 +598,6 @@ def _check_fold(call: str, fold: object) -> None:
         raise TypeError(requirement(f"{call}(fold=...)", rule, quoted(fold)))
 
 
-def _static(place: int, value: PyTree) -> StaticValue:
-    call = "Segment.forward(*inputs)"
-    if not isinstance(value, Hashable):
-        rule = "must be hashable where an argument is static"
-        raise TypeError(requirement(call, rule, f"{value!r} as argument {place}"))
-    # The usual types, without reading contents; with the type, as 1 equals True.
-    if type(value) in (bool, int, str, type(None)):
-        return StaticValue(place, value, (type(value), value))
-    # By contents, so that equal values made twice compile once.
-    contents = contents_of(value, call)
-    if not contents.complete:
-        rule = "must be readable where an argument is static: what it holds may change"
-        got = f"{value!r} as argument {place}, with {', '.join(contents.unread)}"
-        remedy = "Close over it: the function is then traced anew for each segment."
-        raise TypeError(requirement(call, rule, got, remedy))
-    return StaticValue(place, value, contents)
-
-
 def _gathered(locations: ArrayLocations, *groups: Sequence[Any]) -> tuple[Any, ...]:
     """The arrays at these locations, taken from the groups."""
     return tuple([groups[number][place] for number, place in locations.places])
@@ -667,7 +622,6 @@ def segment(
     fn: Callable[..., Any],
     *,
     recompute: Policy = False,
-    static_argnums: int | Sequence[int] = (),
     label: Hashable = None,
 ) -> Segment:
     """Compiles a pure function into a forward and a backward half.
@@ -683,14 +637,12 @@ def segment(
       fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Other
         values that it reads (closure, globals, defaults, attributes) count as they are
         when it is first traced; a call after a change that matters is refused. Segments
-        of one code object share compiled programs where these are equal.
+        of one code object share compiled programs where these are equal: a mode or a
+        size is closed over, or given by `functools.partial`.
       recompute: What the backward pass may recompute instead of reading it from the
         residuals. False: element-wise arithmetic, which costs next to nothing. "dots":
         all but matrix products, convolutions and the like. True: everything; only
         inputs are kept.
-      static_argnums: Positions of arguments that are hashable Python values and not
-        arrays, counted as in `jax.jit` (`params` is 0 and cannot be static). Functions
-        and objects among them are compared by their contents, as `fn` is.
       label: Marks versions of one code object as intended, such as the stages of a
         pipeline made by one factory, rather than made by a closure by accident.
         Segments of different labels share nothing. With a label, the sixteenth version
@@ -702,7 +654,7 @@ def segment(
     Raises:
       TypeError: `fn` is no function, or refers to a value that is being traced (also
         when it is first called).
-      ValueError: `recompute` or `static_argnums` is none of the above.
+      ValueError: `recompute` is none of the above.
 
     Example:
       >>> import jax.numpy as jnp
@@ -723,25 +675,15 @@ def segment(
     if not is_policy(recompute):
         rule = f"must be one of {', '.join(map(repr, POLICIES))}"
         raise ValueError(requirement("segment(recompute=...)", rule, recompute))
-    if isinstance(static_argnums, int):
-        static_argnums = (static_argnums,)
-    rule = "must be numbers of inputs, from 1 on"
-    check_sequence("segment(static_argnums=...)", static_argnums, object, rule)
-    static = tuple(dict.fromkeys(static_argnums))
-    if any(type(n) is not int or n < 1 for n in static):
-        remedy = "Argument 0, the parameters, cannot be static."
-        raise ValueError(
-            requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
-        )
     patience = PATIENCE if label is None else PATIENCE_WITH_MODELS
     halves = CACHE.get(
         fn,
         (recompute, label),
         lambda _: Halves(fn, recompute, "segment", label, patience),
     )
-    return Segment(fn, halves, static, guarded=True)
+    return Segment(fn, halves, guarded=True)
 
 
 def unguarded(segment: Segment) -> Segment:
     """The same segment for a caller who checks by itself, once for many calls."""
-    return Segment(segment.fn, segment._halves, segment._static)
+    return Segment(segment.fn, segment._halves)

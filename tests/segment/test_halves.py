@@ -207,7 +207,7 @@ def test_no_product_twice(name, rng):
         d_outputs = cotangents(rng, outputs)
         _, rest = seg.backward_inputs(params, residuals, d_outputs)
         halves = seg._halves
-        forward = products(halves.forward, params, inputs, ())
+        forward = products(halves.forward, params, inputs)
         whole = products(
             halves.backward, None, None, None, params, residuals, d_outputs, None
         )

@@ -63,15 +63,6 @@ def test_what_is_kept_is_what_the_forward_pass_keeps(given, recompute):
     assert [x.shape for x in found.computed] == own
 
 
-def test_static_arguments_stay_values(given):
-    params, x, _ = given
-    seg = segment(lambda params, x, n: (x @ params["w"]) ** n, static_argnums=2)
-    found = seg.lower(*shapes((params, x)), 3)
-    np.testing.assert_array_equal(
-        found.forward.compile()(params, (x, None))[0], seg.forward(params, x, 3)[0]
-    )
-
-
 def test_shardings_of_shapes_are_those_of_gradients(given, mesh):
     x = given[1]
     place = jax.sharding.NamedSharding(mesh(4), jax.P(None, "data"))

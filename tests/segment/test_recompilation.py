@@ -454,27 +454,6 @@ def test_callbacks_write_to_their_own_objects(arrays):
     assert [len(log) for log in logs] == [1, 2]
 
 
-def test_static_arguments_count_by_their_contents(arrays):
-    """A function as a static argument is read as any other."""
-    p, x = arrays
-    config = types.SimpleNamespace(scale=2.0)
-
-    def scaled(y):
-        return y * config.scale
-
-    def fn(p, x, activation):
-        return activation(p * x)
-
-    for scale in (2.0, 3.0):
-        config.scale = scale
-        y, _ = segment(fn, static_argnums=2).forward(p, x, scaled)
-        np.testing.assert_allclose(y, p * x * scale, rtol=1e-6)
-    lock = threading.Lock()
-    message = r"must be readable where an argument is static.* closure variable `lock`"
-    with pytest.raises(TypeError, match=message):
-        segment(fn, static_argnums=2).forward(p, x, lambda y: (lock, y)[1])
-
-
 def scaled_rows(p, x, y):
     return (x * p) + y[None]
 

@@ -11,7 +11,7 @@ changed since, it is traced for the old shapes as well, and refused if that prog
 differs from the first.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -30,37 +30,8 @@ from jdist._tree import PyTree
 from jdist.segment._lookup.contents import Contents, Watched, contents_of
 from jdist.segment._lookup.program_key import likeness_of
 
-
-class StaticValue:
-    """A static argument, compared by position and key.
-
-    Args:
-      place: The position of the argument.
-      value: The argument.
-      key: The contents of the argument, hashable.
-    """
-
-    __slots__ = ("key", "place", "value")
-
-    def __init__(self, place: int, value: PyTree, key: Hashable) -> None:
-        self.place = place
-        self.value = value
-        self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, StaticValue)
-            and self.place == other.place
-            and self.key == other.key
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.place, self.key))
-
-
-Static = tuple[StaticValue, ...]
-Signature = tuple[Any, tuple[Any, ...], Static, Any]
-"""Tree structure and abstract values of arguments, static ones, JAX's settings."""
+Signature = tuple[Any, tuple[Any, ...], Any]
+"""Tree structure and abstract values of arguments, and JAX's settings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,14 +86,13 @@ class Traced:
         assert self.reads.contents is not None
         return self.reads.contents
 
-    def program(self, arguments: tuple[Any, ...], static: Static = ()) -> TracedProgram:
+    def program(self, arguments: tuple[Any, ...]) -> TracedProgram:
         """The program for arguments of these shapes.
 
         Args:
           arguments: Pytrees of arrays, abstract ones too.
-          static: The arguments that are not arrays.
         """
-        signature = signature_of(arguments, static)
+        signature = signature_of(arguments)
         found = self._programs.get(signature)
         if found is None:
             if not (self.contents.complete and self.reads.holds()):
@@ -151,14 +121,10 @@ class Traced:
         self.reads.note()
 
     def _trace(self, signature: Signature) -> TracedProgram:
-        structure, kinds, static, _ = signature
+        structure, kinds, _ = signature
 
         def called(*leaves: PyTree) -> PyTree:
-            arguments = list(jax.tree.unflatten(structure, leaves))
-            for each in static:
-                # Static arguments arrived as None in their places.
-                arguments[each.place] = each.value
-            return self._fn(*arguments)
+            return self._fn(*jax.tree.unflatten(structure, leaves))
 
         closed, shapes = trace_whole(called, *kinds)
         refuse_hidden(self._user, closed)
@@ -183,10 +149,10 @@ class Traced:
         raise ValueError(requirement(f"{self._user}(fn)", rule, got, remedy))
 
 
-def signature_of(arguments: PyTree, static: Static = ()) -> Signature:
+def signature_of(arguments: PyTree) -> Signature:
     """The key of a program among those of one function."""
     leaves, structure = jax.tree.flatten(arguments)
-    return structure, tuple(map(jax.typeof, leaves)), static, trace_context()
+    return structure, tuple(map(jax.typeof, leaves)), trace_context()
 
 
 def refuse_hidden(user: str, program: ClosedJaxpr) -> None:
