@@ -4,14 +4,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from jdist._errors import Unavailable, check_type, extra, requirement
-from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.simulation.costs import Costs
@@ -164,44 +163,9 @@ class Plan:
             **others,
         )
 
-    def assigned(self, profile: Profile) -> Profile:
-        """The profile with each layer's stage, as PipeDream's own tools read it.
-
-        Layers that were not planned follow others: inputs go to the first stage, unused
-        outputs to the stage that computes them.
-
-        Raises:
-          ValueError: The profile is not the one that was planned.
-        """
-        stage_of = {n: i for i, stage in enumerate(self.stages) for n in stage.layers}
-        missing = stage_of.keys() - {layer.name for layer in profile.layers}
-        if missing:
-            rule = "must have all layers that were planned"
-            raise ValueError(
-                requirement("assigned(profile=...)", rule, sorted(missing))
-            )
-        # An unused tuple element has one predecessor, the layer that returns it.
-        makers = {target: source for source, target in profile.edges}
-        for name in profile.order:
-            maker = makers.get(name)
-            stage_of.setdefault(name, stage_of[maker] if maker is not None else 0)
-        layers = [
-            replace(layer, stage=stage_of[layer.name]) for layer in profile.layers
-        ]
-        return Profile(tuple(layers), profile.edges)
-
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the plan as JSON; see `load_plan`.
-
-        `module_to_stage_map` has a stage per planned layer, in the order of the stages'
-        layers; `stage_to_rank_map` the ranks of each stage.
-        """
+        """Writes the plan as JSON; see `load_plan`."""
         record = {"format": FORMAT, **asdict(self)}
-        stages = [i for i, stage in enumerate(self.stages) for _ in stage.layers]
-        # Not needed by `load_plan`: names of PipeDream's runtime, for its tools.
-        record["module_to_stage_map"] = stages
-        ranks = {str(i): list(stage.ranks) for i, stage in enumerate(self.stages)}
-        record["stage_to_rank_map"] = ranks
         Path(path).write_text(json.dumps(record, indent=1))
         return Path(path)
 

@@ -32,7 +32,7 @@ _COSTS = (
 _LAYER = re.compile(
     r"(?P<name>\S+) -- (?P<description>.*) -- "
     + ", ".join(rf"{cost}=(?P<{cost}>[^,]+?)" for cost in _COSTS)
-    + r"(?: -- stage_id=(?P<stage>\d+))?"
+    + r"(?: -- stage_id=\d+)?"
 )
 _PAIR = 2
 _EDGE = re.compile(r"\t\s*(\S+) -- (\S+)")
@@ -49,7 +49,6 @@ class Layer:
       backward: Seconds.
       activation_bytes: Sizes of its outputs, one number each.
       parameter_bytes: Size of its parameters.
-      stage: Its stage in a plan; None: not planned.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Layer:
     backward: float
     activation_bytes: tuple[float, ...]
     parameter_bytes: float
-    stage: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -218,7 +216,6 @@ def _layer(found: re.Match[str], number: int) -> Layer:
         raise ValueError(
             requirement("load_profile(path=...)", rule, str(error))
         ) from None
-    stage = None if found["stage"] is None else int(found["stage"])
     return Layer(
         found["name"],
         found["description"],
@@ -227,7 +224,6 @@ def _layer(found: re.Match[str], number: int) -> Layer:
         backward / 1e3,
         activations,
         parameters,
-        stage,
     )
 
 
@@ -236,7 +232,6 @@ def _line(layer: Layer) -> str:
     # PipeDream writes a list only where there are several outputs.
     if len(layer.activation_bytes) != 1:
         sizes = f"[{sizes}]"
-    stage = "" if layer.stage is None else f" -- stage_id={layer.stage}"
     # A line break would end the entry.
     description = layer.description.replace("\n", "")
     costs = (
@@ -244,7 +239,7 @@ def _line(layer: Layer) -> str:
         f"backward_compute_time={layer.backward * 1e3:.3f}, "
         f"activation_size={sizes}, parameter_size={layer.parameter_bytes:.3f}"
     )
-    return f"{layer.name} -- {description} -- {costs}{stage}\n"
+    return f"{layer.name} -- {description} -- {costs}\n"
 
 
 def _edge(edge: tuple[str, str]) -> str:

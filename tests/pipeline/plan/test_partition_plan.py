@@ -1,7 +1,6 @@
 """Plans shown, written, read, drawn, and played through the simulator."""
 
 import builtins
-import json
 import math
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jdist import Unavailable
-from jdist.pipeline import Profile, load_plan, load_profile, partition, simulate
+from jdist.pipeline import load_plan, load_profile, partition, simulate
 from tests.pipeline.plans import PROFILES, random_profile
 
 
@@ -22,19 +21,6 @@ def vgg():
 def test_there_and_back(vgg, tmp_path):
     plan = vgg[1]
     assert load_plan(plan.write(tmp_path / "plan.json")) == plan
-
-
-def test_the_maps_that_a_runtime_reads(vgg, tmp_path):
-    """A stage per layer in the stages' order, and each stage's ranks."""
-    plan = vgg[1]
-    record = json.loads(plan.write(tmp_path / "plan.json").read_text())
-    layers = [name for stage in record["stages"] for name in stage["layers"]]
-    assert len(record["module_to_stage_map"]) == len(layers) == 40
-    for name, stage in zip(layers, record["module_to_stage_map"], strict=True):
-        assert name in plan.stages[stage].layers
-    assert record["stage_to_rank_map"] == {
-        str(i): list(stage.ranks) for i, stage in enumerate(plan.stages)
-    }
 
 
 @pytest.mark.parametrize(
@@ -51,40 +37,6 @@ def test_other_files_are_refused(text, match, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=match):
         load_plan(path)
-
-
-def test_stages_in_the_profile(vgg, tmp_path):
-    """PipeDream's format with stage ids: read back, inputs in the first stage."""
-    profile, plan = vgg
-    plan.assigned(profile).write(tmp_path / "planned.txt")
-    again = load_profile(tmp_path / "planned.txt")
-    for number, stage in enumerate(plan.stages):
-        assert {again[name].stage for name in stage.layers} == {number}
-    for layer in again.layers:
-        if layer.description.startswith("Input"):
-            assert layer.stage == 0
-
-
-def test_unused_outputs_go_with_their_maker():
-    profile = load_profile(PROFILES / "gnmt.txt")
-    plan = partition(profile, 4, 1e9)
-    placed = plan.assigned(profile)
-    makers = {target: source for source, target in profile.edges}
-    planned = {name for stage in plan.stages for name in stage.layers}
-    unused = [
-        layer
-        for layer in placed.layers
-        if layer.name not in planned and not layer.description.startswith("Input")
-    ]
-    assert unused
-    for layer in unused:
-        assert layer.stage == placed[makers[layer.name]].stage
-
-
-def test_a_plan_of_another_profile(vgg):
-    profile = Profile(vgg[0].layers[:3], ())
-    with pytest.raises(ValueError, match="all layers that were planned"):
-        vgg[1].assigned(profile)
 
 
 def test_the_table_and_the_line(vgg):
