@@ -75,6 +75,7 @@ WRONG = {
         ["2bw", 0, {}],
     ),
     "Schedule(columns": (lambda v: changed(columns=v), [TWO, None]),
+    "Schedule(given_clock": (lambda v: changed(given_clock=v), [[1, 2], "ab", 3]),
     "Schedule(placement": (lambda v: changed(placement=v), [None, 2, (0, 1), "ab"]),
     "Schedule(update_policy": (lambda v: changed(update_policy=v), ["flush", False]),
     "Schedule(family": (lambda v: changed(family=v), ["1F1B", 3]),
@@ -195,12 +196,9 @@ def test_a_wrong_type(named):
 
 OUT_OF_RANGE = {
     r"Schedule\(micro_batches": lambda: changed(micro_batches=0),
-    r"Schedule\(activation_bound=...\)` must have .* each worker, 2 in all": (
-        lambda: changed(activation_bound=(3,))
+    r"Schedule\(given_clock.*each action, 16": lambda: changed(
+        given_clock=np.array([1, 2])
     ),
-    r"Schedule\(activation_bound": lambda: changed(activation_bound=(np.nan, 1)),
-    r"Schedule\(given_clock.*each action, 16": lambda: changed(given_clock=[1, 2]),
-    r"Schedule\(clock_bound": lambda: changed(clock_bound=float("nan")),
     r"Schedule\(placement=...\)` must have a worker": lambda: changed(placement=()),
     r"actions\(worker\)` must be one of 2 workers": (
         lambda: pipeline.gpipe(2, 3).actions(2)

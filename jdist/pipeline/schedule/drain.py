@@ -54,10 +54,6 @@ def split_drain(schedule: Schedule) -> Schedule:
     drain = np.arange(len(columns)) > last[worker]
     whole = ~schedule.split[columns.stage, columns.micro_batch]
     at = np.flatnonzero(drain & whole & (columns.kind == B) & (columns.stage > 0))
-    more = np.bincount(worker[at], minlength=columns.workers) > 0
-    bound = schedule.activation_bound
-    if bound is not None:
-        bound = tuple(b + int(one) for b, one in zip(bound, more, strict=True))
     # `np.insert` counts positions in the array before any insertion.
     split = Columns(
         np.insert(columns.kind, at + 1, W),
@@ -71,7 +67,5 @@ def split_drain(schedule: Schedule) -> Schedule:
         name=f"{schedule.name}, split drain",
         columns=split,
         given_clock=None,
-        activation_bound=bound,
-        clock_bound=None,
         family=schedule.family and partial(derived, split_drain, schedule.family),
     )

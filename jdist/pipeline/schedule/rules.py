@@ -1,7 +1,5 @@
 """The rules of a schedule, each checked on all actions at once."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jdist.pipeline.schedule.actions import (
@@ -13,7 +11,6 @@ from jdist.pipeline.schedule.actions import (
     ScheduleError,
     W,
 )
-from jdist.pipeline.schedule.memory import held
 
 
 def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
@@ -138,31 +135,6 @@ def check_dependencies(
         due = needed[columns.stage, columns.micro_batch]
         wrong = (columns.kind == kind) & (clock <= due)
         _refuse_first(columns, "dependencies", wrong, f"does not come after {name}")
-
-
-def check_live_activations(columns: Columns, bound: Sequence[int] | None) -> None:
-    """Checks that no worker holds more activations than its bound; None: no bound.
-
-    Raises:
-      ScheduleError: One does ("live activations").
-    """
-    if bound is None:
-        return
-    wrong = held(columns) > np.repeat(np.asarray(bound), np.diff(columns.first))
-    what = f"exceeds the bounds {bound}"
-    _refuse_first(columns, "live activations", wrong, what)
-
-
-def check_clock_count(columns: Columns, clock: np.ndarray, bound: int | None) -> None:
-    """Checks that every action has a clock below the bound; None: no bound.
-
-    Raises:
-      ScheduleError: One has not ("clock count").
-    """
-    if bound is None:
-        return
-    what = f"comes after the last of {bound} clocks"
-    _refuse_first(columns, "clock count", clock >= bound, what)
 
 
 def _refuse_first(columns: Columns, rule: str, wrong: np.ndarray, what: str) -> None:

@@ -41,7 +41,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The actions of all workers, with bounds of their memory and length.
+    """The actions of all workers.
 
     Attributes:
       name: Name of the family.
@@ -52,10 +52,6 @@ class Schedule:
       forward_only: Whether there are no backward passes.
       update_policy: When stages update, and with which weights they compute; None: one
         update after all micro-batches (a synchronous schedule).
-      activation_bound: Per worker, the most that it may hold between two actions, in
-        activations of one stage for one micro-batch: 1 from F to B, and 2 from B to W,
-        the activations and their cotangents. None: no bound.
-      clock_bound: The most clocks that it takes. None: no bound.
       family: The same schedule for another number of micro-batches; None: it is known
         for one number only. See `resized`.
 
@@ -78,8 +74,6 @@ class Schedule:
     given_clock: np.ndarray | None = None
     forward_only: bool = False
     update_policy: UpdatePolicy | None = None
-    activation_bound: tuple[int, ...] | None = None
-    clock_bound: int | None = None
     family: "Callable[[int], Schedule] | None" = None
 
     def __post_init__(self) -> None:
@@ -89,11 +83,7 @@ class Schedule:
         rule = "must be Columns; `Schedule.of` makes them from actions"
         check_type("Schedule(columns=...)", self.columns, Columns, rule)
         _check_policy("Schedule", self.update_policy)
-        _check_length("given_clock", self.given_clock, len(self.columns), "action")
-        workers = self.columns.workers
-        _check_length("activation_bound", self.activation_bound, workers, "worker")
-        if self.clock_bound is not None:
-            check_counts("Schedule", least=0, clock_bound=self.clock_bound)
+        _check_clock(self.given_clock, len(self.columns))
         family: object = self.family
         if family is not None and not callable(family):
             rule = "must be a function from a number of micro-batches to a schedule"
@@ -349,8 +339,6 @@ class Schedule:
         - "one action": a worker has at most one action at a clock, in its order.
         - "dependencies": an action comes at a later clock than all it waits for: F of
           the stage before; B of the stage after and F of its own; W its own B.
-        - "live activations": no worker exceeds `activation_bound`.
-        - "clock count": no clock lies at or beyond `clock_bound`.
         - "versions": under an update policy a micro-batch enters a stage after the
           updates that made the weights that it uses; with a flush, a stage has finished
           all earlier micro-batches at each update.
@@ -364,8 +352,6 @@ class Schedule:
         columns, clock = self.columns, self.clock
         rules.check_one_action(columns, clock)
         rules.check_dependencies(columns, clock, self.stages, self.micro_batches)
-        rules.check_live_activations(columns, self.activation_bound)
-        rules.check_clock_count(columns, clock, self.clock_bound)
         if self.update_policy is not None:
             check_versions(columns, self.update_policy)
         return self
@@ -451,7 +437,7 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        # Not the name and the bounds, which say nothing about the execution.
+        # Not the name, which says nothing about the execution.
         names = ("placement", "update_policy", "micro_batches", "columns")
         same = all(getattr(self, name) == getattr(other, name) for name in names)
         return same and np.array_equal(self.clock, other.clock)
@@ -533,21 +519,14 @@ def _check_policy(call: str, policy: UpdatePolicy | None) -> None:
     check_type(f"{call}(update_policy=...)", policy, UpdatePolicy | None, rule)
 
 
-def _check_length(
-    name: str, numbers: Sequence[int] | np.ndarray | None, count: int, of: str
-) -> None:
-    """Refuses numbers that are not one integer each."""
-    if numbers is None:
+def _check_clock(clock: np.ndarray | None, count: int) -> None:
+    """Refuses what is not one integer for each action."""
+    if clock is None:
         return
-    array = np.asarray(numbers, None if isinstance(numbers, np.ndarray) else object)
-    # The dtype tells it of an array: a large schedule has millions of clocks.
-    integers = np.issubdtype(array.dtype, np.integer) or (
-        array.dtype == object
-        and all(isinstance(n, int | np.integer) for n in array.flat)
-    )
-    if array.shape != (count,) or not integers:
-        rule = f"must have an integer for each {of}, {count} in all"
-        raise ValueError(requirement(f"Schedule({name}=...)", rule, quoted(numbers)))
+    rule = f"must be an array with an integer for each action, {count} in all"
+    check_type("Schedule(given_clock=...)", clock, np.ndarray, rule)
+    if clock.shape != (count,) or not np.issubdtype(clock.dtype, np.integer):
+        raise ValueError(requirement("Schedule(given_clock=...)", rule, quoted(clock)))
 
 
 def _placement_of(columns: Columns) -> Placement:

@@ -3,9 +3,10 @@
 from functools import partial
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.patterns import Phase, phases
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedules.v_shaped import v_schedule
 
 
 def dualpipe_v(n: int, m: int) -> Schedule:
@@ -32,15 +33,7 @@ def dualpipe_v(n: int, m: int) -> Schedule:
         rule = f"must be at least {2 * n}, one per stage"
         raise ValueError(requirement("dualpipe_v(m=...)", rule, m))
     programs = [phases(_patterns(n, m, j), [j, 2 * n - 1 - j], m) for j in range(n)]
-    return Schedule(
-        "DualPipeV",
-        m,
-        tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n)),
-        Columns.joined(programs),
-        activation_bound=(2 * n + 1,) * n,
-        clock_bound=4 * m + 2 * n - 1,
-        family=partial(dualpipe_v, n),
-    )
+    return v_schedule("DualPipeV", m, programs, partial(dualpipe_v, n))
 
 
 def _patterns(n: int, m: int, j: int) -> list[Phase]:

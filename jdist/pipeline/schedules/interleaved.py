@@ -42,16 +42,13 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
         remedy = f"A multiple of {n}, or fewer than {2 * n}, always is."
         raise ValueError(requirement("interleaved(m=...)", rule, m, remedy))
     size = m // rounds
-    # Megatron's warm-up: the round trip to the last worker, and a round for each chunk
-    # but one.
-    ahead = [
-        min(m * chunks, 2 * (n - rank - 1) + (chunks - 1) * size) for rank in range(n)
-    ]
     programs = [
         alternating(
             _order(n, m, chunks, size, rank),
             _order(n, m, chunks, size, rank, backward=True),
-            warm_up=ahead[rank],
+            # Megatron's: the round trip to the last worker, and a round for each chunk
+            # but one.
+            warm_up=2 * (n - rank - 1) + (chunks - 1) * size,
         )
         for rank in range(n)
     ]
@@ -60,9 +57,6 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
         m,
         tuple((stage % n,) for stage in range(n * chunks)),
         Columns.joined(programs),
-        activation_bound=tuple(min(m * chunks, a + 1) for a in ahead),
-        # With fewer micro-batches than workers a round waits for its own return.
-        clock_bound=2 * (m * chunks + n - 1 + (chunks - 1) * max(0, n - m)),
         family=partial(interleaved, n, chunks=chunks),
     )
 

@@ -41,9 +41,6 @@ def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
         m,
         tuple((stage % n,) for stage in range(n * chunks)),
         Columns.joined(programs),
-        activation_bound=(m * chunks,) * n,
-        # A stage begins when its worker is free and its first input has arrived.
-        clock_bound=2 * ((chunks - 1) * max(m, n) + m + n - 1),
         family=partial(looped_bfs, n, chunks=chunks),
     )
 

@@ -151,7 +151,5 @@ def _with_flushes(
         tuple((stage,) for stage in range(n)),
         Columns.joined(programs),
         update_policy=updates,
-        activation_bound=tuple(min(every, m, n - stage) for stage in range(n)),
-        clock_bound=2 * (m + len(blocks) * (n - 1)),
         family=family,
     )

@@ -74,23 +74,18 @@ def alternating_schedule(
       family: See `Schedule`.
       update_policy: See `Schedule`.
     """
-    programs, bound = [], []
+    programs = []
     for stage, count in enumerate(counts):
         for turn in range(count):
             every = np.arange(turn, m, count)
             own = (np.full(len(every), stage), every)
             programs.append(alternating(own, own, warm_up=ahead[stage]))
-            # One more than ahead: the forward pass before the first backward pass.
-            bound.append(min(len(every), ahead[stage] + 1))
     return Schedule(
         name,
         m,
         _placement(counts),
         Columns.joined(programs),
         update_policy=update_policy,
-        activation_bound=tuple(bound),
-        # Between stages with different numbers of replicas no closed form is known.
-        clock_bound=2 * (m + len(counts) - 1) if max(counts) == 1 else None,
         family=family,
     )
 

@@ -9,6 +9,7 @@ keep a micro-batch for some 2 (n - 1)(lag + 1) clocks in all, so that
 a lag of 1, a half with 2, and all with 5, which is V-ZB (`zbv`).
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -46,11 +47,9 @@ def v_half(n: int, m: int) -> Schedule:
     """
     check_counts("v_half", n=n, m=m)
     even = 1 - n % 2
-    # Below n / 2 micro-batches the way through all stages is not hidden.
-    clocks = max(6 * m + (7 * n - 7 + 3 * even) // 2, 5 * m + 4 * n - 3 + 2 * even)
     # Without 3 clocks more at the turn, actions of even n would coincide.
     programs = [_worker(n, m, j, 2, (1, 1 + 3 * even, 2)) for j in range(n)]
-    return _v_shaped("V-Half", m, programs, n // 2 + 1, clocks, partial(v_half, n))
+    return v_schedule("V-Half", m, programs, partial(v_half, n))
 
 
 def v_min(n: int, m: int) -> Schedule:
@@ -75,10 +74,9 @@ def v_min(n: int, m: int) -> Schedule:
     """
     check_counts("v_min", n=n, m=m)
     triple = int(n % 3 == 0)
-    clocks = 6 * m + max(4 * n - 5 + 2 * triple, 0)
     # Without 2 clocks more at the turn, actions of n = 3, 6 .. would coincide.
     programs = [_worker(n, m, j, 1, (1, 1 + 2 * triple, 1)) for j in range(n)]
-    return _v_shaped("V-Min", m, programs, (n + 4) // 3, clocks, partial(v_min, n))
+    return v_schedule("V-Min", m, programs, partial(v_min, n))
 
 
 def _worker(
@@ -116,23 +114,13 @@ def _worker(
     return WorkerActions(kinds[order], stages[order], order // 6)
 
 
-def _v_shaped(
+def v_schedule(
     name: str,
     m: int,
-    programs: list[WorkerActions],
-    kept: int,
-    clocks: int,
-    family: "partial[Schedule]",
+    programs: Sequence[WorkerActions],
+    family: Callable[[int], Schedule],
 ) -> Schedule:
-    """A schedule whose workers keep `kept` micro-batches of both stages from F to W."""
+    """A schedule whose worker j has stages j and 2n - 1 - j."""
     n = len(programs)
-    return Schedule(
-        name,
-        m,
-        tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n)),
-        Columns.joined(programs),
-        # At most two of them wait for their W, whose cotangents count, too.
-        activation_bound=(2 * kept + 2,) * n,
-        clock_bound=clocks,
-        family=family,
-    )
+    placement = tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n))
+    return Schedule(name, m, placement, Columns.joined(programs), family=family)

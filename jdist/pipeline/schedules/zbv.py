@@ -2,9 +2,10 @@
 
 from functools import partial
 
-from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.patterns import phases
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedules.v_shaped import v_schedule
 
 
 def zbv(n: int, m: int) -> Schedule:
@@ -46,15 +47,4 @@ def zbv(n: int, m: int) -> Schedule:
             ("W", 2 * j),
         ]
         programs.append(phases(patterns, [j, 2 * n - 1 - j], m))
-    return Schedule(
-        "ZBV",
-        m,
-        tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n)),
-        Columns.joined(programs),
-        activation_bound=tuple(
-            min(2 * m + 1, max(2 * n + 1, n + 1 + 3 * j)) for j in range(n)
-        ),
-        # Below 2n - 1 micro-batches the round trip of 4n actions is not hidden.
-        clock_bound=max(6 * m + n - 1, 4 * m + 4 * n - 2),
-        family=partial(zbv, n),
-    )
+    return v_schedule("ZBV", m, programs, partial(zbv, n))

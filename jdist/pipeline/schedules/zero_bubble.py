@@ -50,9 +50,5 @@ def zero_bubble(n: int, m: int) -> Schedule:
         m,
         tuple((stage,) for stage in range(n)),
         Columns.joined(programs),
-        activation_bound=tuple(min(m, n) + min(m, j + 1) for j in range(n)),
-        # The last stage defers at most n weight gradients; with fewer micro-batches
-        # than workers nothing else fills its idle time.
-        clock_bound=max(3 * m + n - 1, 2 * m + 2 * n - 1),
         family=partial(zero_bubble, n),
     )
