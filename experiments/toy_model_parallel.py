@@ -53,7 +53,6 @@ class Run:
     ratios: list[float] = field(default_factory=list)
     identical: int = 0
     losses: list[float] = field(default_factory=list)
-    passages: list[tuple[str, int, int, bool, int]] = field(default_factory=list)
     refusal: str = ""
 
 
@@ -80,7 +79,6 @@ def run(settings: Settings, progress: Progress) -> Result:
                 plot(measured),
             )
         ],
-        tables={"What passes in a step": passage_rows(measured)},
         data=vars(measured),
         notes=notes,
     )
@@ -126,10 +124,6 @@ def train(seed: int, steps: int, places: list[jax.Device], progress: Progress) -
         )
         measured.losses.append(float(metrics.loss))
         measured.identical += identical(states[0].params, states[1].params)
-    measured.passages = [
-        (p.name, p.source, p.destination, p.cotangent, p.nbytes)
-        for p in two.transfer_log
-    ]
     measured.refusal = labels_elsewhere(two, states[0].params, batch, places[0])
     return measured
 
@@ -157,9 +151,6 @@ def labels_elsewhere(
 
 def claims(measured: Run, steps: int, *, two: bool) -> list[Claim]:
     """The claims of the experiment."""
-    forward = [p for p in measured.passages if not p[3] and p[1] == 0]
-    back = [p for p in measured.passages if p[3] and p[2] == 0]
-    size = EXAMPLES * HIDDEN * 4
     says = "must have 'target' on" in measured.refusal
     return [
         Claim(
@@ -174,11 +165,6 @@ def claims(measured: Run, steps: int, *, two: bool) -> list[Claim]:
             f"{measured.identical} of {steps} steps",
         ),
         Claim(
-            "one activation goes forward and one cotangent back, of 20 x 10 numbers",
-            [p[4] for p in forward] == [size] == [p[4] for p in back],
-            f"{[p[4] for p in forward]} bytes forward, {[p[4] for p in back]} back",
-        ),
-        Claim(
             "the loss falls",
             measured.losses[-1] < measured.losses[0],
             f"{measured.losses[0]:.4f} to {measured.losses[-1]:.4f}",
@@ -189,20 +175,6 @@ def claims(measured: Run, steps: int, *, two: bool) -> list[Claim]:
             measured.refusal,
         ).unless("" if two else "there is one device only"),
     ]
-
-
-def passage_rows(measured: Run) -> list[list[str]]:
-    """A table of the transfers of one step."""
-    rows = [["value", "from", "to", "what", "bytes"]]
-    for name, source, destination, cotangent, nbytes in measured.passages:
-        what = "cotangent" if cotangent else "value"
-        rows.append([name, place(source), place(destination), what, str(nbytes)])
-    return rows
-
-
-def place(number: int) -> str:
-    """The name of a stage, the batch or the loss."""
-    return {-1: "batch", 2: "loss"}.get(number, f"stage {number}")
 
 
 def plot(measured: Run) -> Figure:

@@ -40,7 +40,7 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import size_of_batch
-from jdist.pipeline.run.stage_channels import StageChannels, Transfer
+from jdist.pipeline.run.stage_channels import StageChannels
 from jdist.pipeline.run.tied import tied_of
 from jdist.pipeline.run.update import (
     PipelineState,
@@ -110,7 +110,6 @@ class Pipeline:
         named in `loss_inputs`.
 
     Attributes:
-      transfer_log: The messages that this process sent in the last call, in order.
       passes: The passes of its workers in the last `train_epoch`, with versions.
 
     Raises:
@@ -155,7 +154,6 @@ class Pipeline:
         check_sequence("Pipeline(stages)", stages, Stage, "must be a sequence of Stage")
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
-        self.transfer_log: Sequence[Transfer] = ()
         self.passes: Sequence[PassRecord] = ()
         self.action_timer: ActionTimer | None = None
         _check_arguments(schedule, self.wiring.stages, loss_fn, max_norm)
@@ -326,7 +324,6 @@ class Pipeline:
         with self._opened("value_and_grad") as channels:
             given = self._inputs(params, batch, weights, states, key)
             found = self.executor.gradient(channels, given, None, self.action_timer)
-        self.transfer_log = found.transfers
         loss = (found.loss, found.aux) if self._loss.has_aux else found.loss
         if states is None:
             return loss, found.grads
@@ -552,7 +549,6 @@ class Pipeline:
                 # The arguments of one compiled update must be on the same devices.
                 stats = moved(found.stats, undivided(self._places.devices[worker]))
                 params[j], kept[j], norm = update.apply(j, found.grads[j], stats)
-        self.transfer_log = found.transfers
         size = size_of_batch(batch, weights)
         metrics = Metrics(found.loss, *size, norm, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
@@ -609,7 +605,7 @@ class Pipeline:
             check_state(f"{CALL}(state)", held[0], PipelineState, "pipe")
             timer = self.action_timer
             result = executor.train(channels, held.pop(), batches, total, timer)
-        state, metrics, self.transfer_log, self.passes = result
+        state, metrics, self.passes = result
         return state, metrics
 
     def evaluate(
@@ -641,9 +637,7 @@ class Pipeline:
                 step, states, params = params.step, params.states, params.params
             call = "Pipeline.evaluate"
             given = self._inputs(params, batch, weights, states, key, step, call)
-            found, sent = self.executor.evaluate(channels, given, outputs)
-        self.transfer_log = sent
-        return found
+            return self.executor.evaluate(channels, given, outputs)
 
     def _inputs(
         self,

@@ -43,20 +43,11 @@ def test_bits_are_those_of_one_process(cluster, family, reduction):
     schedule = worker_cases.FAMILIES[family](3, 3)
     for step in range(2):
         loss, grads = in_one_process(schedule, reduction, 7, step)
-        for rank, (results, _) in enumerate(found):
+        for rank, results in enumerate(found):
             own_loss, own = results[step]
             assert own_loss == np.asarray(loss)
             same_bits(own[rank], grads[rank])
             assert [g is None for g in own] == [j != rank for j in range(3)]
-    sent = [{key[1:] for key in keys} for _, keys in found]
-    assert sent[0] == {
-        ("x", -1, 0),
-        ("h", 0, 1),
-        ("h", 0, 2),
-        ("skip", 0, 2),
-    }
-    assert sent[1] == {("m", 1, 2), ("h", 1, 0)}
-    assert ("target", -1, 3) in sent[2]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

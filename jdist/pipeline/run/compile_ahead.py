@@ -111,9 +111,6 @@ class _Rehearsal(Step):
         # A step joins the losses of its micro-batches, also where one represents all.
         self._invoke(join, found, found, self._loss.kind)
 
-    def _note(self, *transfer: object) -> None:
-        """Does nothing: a rehearsal transfers no values."""
-
 
 def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
     """For each micro-batch, the first one that needs the same programs on all workers.

@@ -36,7 +36,6 @@ from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
     Places,
     StageChannels,
-    Transfer,
 )
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import BatchStep, Routes, StepInputs
@@ -269,7 +268,7 @@ class ScheduleExecutor:
 
     Attributes:
       runs_actions: Whether the actions of the schedule are run one by one, so that they
-        can be timed and their transfers logged.
+        can be timed.
     """
 
     runs_actions = True
@@ -340,7 +339,7 @@ class ScheduleExecutor:
         loss_of_all, aux, stats = step.agree(channels, told, (grads, states))
         programs.agreed(inputs)
         together = joined(stats) if stats else NO_STATS
-        return StepResult(loss_of_all, grads, together, states, aux, step.transfers)
+        return StepResult(loss_of_all, grads, together, states, aux)
 
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
@@ -415,16 +414,13 @@ class ScheduleExecutor:
 
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
-    ) -> tuple[Metrics, list[Transfer]]:
+    ) -> Metrics:
         """Computes the loss of a batch by forward passes alone.
 
         Args:
           channels: As for `gradient`.
           given: As for `gradient`.
           outputs: Whether to return the inputs of the loss, too.
-
-        Returns:
-          The metrics of the batch, and the transfers of this process.
         """
         programs, kind = self._programs, self._programs.loss.kind
         examples = examples_in(given.batch, "Pipeline.evaluate")
@@ -451,7 +447,7 @@ class ScheduleExecutor:
         loss, aux, _ = step.agree(channels, {})
         programs.agreed(inputs)
         size = size_of_batch(given.batch, given.weights)
-        return Metrics(loss, *size, aux=aux, outputs=step.kept()), step.transfers
+        return Metrics(loss, *size, aux=aux, outputs=step.kept())
 
 
 def trees_of(

@@ -143,28 +143,6 @@ class MessageTag(NamedTuple):
     sender: int
 
 
-class Transfer(NamedTuple):
-    """A transfer of a value, or of its cotangent, between two stages.
-
-    Attributes:
-      step: Number of the call of the pipeline.
-      micro_batch: Number of the micro-batch.
-      name: Name of the value.
-      source: The stage that sent it; -1 for the batch.
-      destination: The stage that took it; the number of stages for the loss.
-      cotangent: Whether it is the cotangent of the value.
-      nbytes: Size in bytes.
-    """
-
-    step: int
-    micro_batch: int
-    name: str
-    source: int
-    destination: int
-    cotangent: bool
-    nbytes: int
-
-
 class ValueChannels(Protocol):
     """Point-to-point channels for the values of one call.
 

@@ -6,7 +6,6 @@ process the same loop waits for messages of the other processes.
 """
 
 import functools
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,7 +26,6 @@ from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
     StageChannels,
-    Transfer,
     ValueChannels,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
@@ -70,14 +68,10 @@ class RoutedMessage(NamedTuple):
     Attributes:
       tag: Its tag.
       worker: Rank of its receiver.
-      source: The stage that sends it; the number of stages for the loss.
-      destination: The stage that takes it, likewise.
     """
 
     tag: MessageTag
     worker: int
-    source: int
-    destination: int
 
 
 class Route(NamedTuple):
@@ -193,7 +187,7 @@ class Routes:
         consumer = destination if kind == "F" else source
         worker = self.places.worker
         tag = MessageTag(kind, micro, name, consumer, worker(source, micro))
-        return RoutedMessage(tag, worker(destination, micro), source, destination)
+        return RoutedMessage(tag, worker(destination, micro))
 
 
 class Step(ABC):
@@ -202,13 +196,9 @@ class Step(ABC):
     Args:
       given: The inputs of the step.
       invoke: Calls compiled functions; see `Segment.through`.
-
-    Attributes:
-      transfers: The transfers from this process, in order.
     """
 
     def __init__(self, given: StepInputs, invoke: Invoke = operator.call) -> None:
-        self.transfers: list[Transfer] = []
         self._routes, self._runs, self._channels = given[:3]
         self._loss, self._read, self._parts = given[3:6]
         self._places = self._routes.places
@@ -321,7 +311,7 @@ class Step(ABC):
         forward = run.outputs if self._forward_only else run.forward
         outputs = forward(micro, inputs)
         for message in route.sent:
-            self._send(message, outputs[message.tag.name])
+            self._channels.put(*message, outputs[message.tag.name])
         last = stage == self._places.loss - 1
         return outputs, self._lose(worker, micro) if last else None
 
@@ -344,7 +334,7 @@ class Step(ABC):
         if self._loss.kind in ("max", "min"):
             share = MicroBatchShare(found.value, found.weight)
         for message in route.sent:
-            self._send(message, (d_values[message.tag.name], share))
+            self._channels.put(*message, (d_values[message.tag.name], share))
         return found
 
     def _taken_by_loss(
@@ -380,41 +370,14 @@ class Step(ABC):
         }
         d_inputs = run.backward(micro, cotangents, share, split)
         for message in route.sent:
-            self._send(message, (d_inputs[message.tag.name], share))
-
-    # --- transfers ---
-
-    def _send(self, message: RoutedMessage, value: PyTree) -> None:
-        tag, worker, source, destination = message
-        is_cotangent = tag.kind == "B"
-        array = value[0] if is_cotangent else value
-        self._note(tag.micro_batch, tag.name, source, destination, array, is_cotangent)
-        self._channels.put(tag, worker, value)
+            self._channels.put(*message, (d_inputs[message.tag.name], share))
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> PyTree:
         """An entry of the batch, on the device of its consumer."""
         who = "the loss" if taker == self._places.loss else f"stage {taker}"
         entry = entry_of(self._parts[micro].batch, name, who)
         self._places.check(name, entry, worker, taker)
-        self._note(micro, name, BATCH, taker, entry, False)
         return moved(entry, self._places.devices[worker])
-
-    def _note(
-        self,
-        micro: int,
-        name: str,
-        source: int,
-        taker: int,
-        value: PyTree,
-        cotangent: bool,
-    ) -> None:
-        size = 0
-        for x in jax.tree.leaves(value):
-            # `nbytes` of JAX takes 4 us beside other work, by way of NumPy.
-            size += math.prod(x.shape) * x.dtype.itemsize
-        self.transfers.append(
-            Transfer(self._channels.number, micro, name, source, taker, cotangent, size)
-        )
 
 
 @final

@@ -35,7 +35,6 @@ from jdist.optim.internal import (
     square,
     sum_of,
 )
-from jdist.pipeline.run.stage_channels import Transfer
 from jdist.segment.internal import Invoke
 
 
@@ -87,7 +86,6 @@ class StepResult(NamedTuple):
       stats: Statistics of all stages' gradients together, if an update needs them.
       states: The final states of this process's stateful stages.
       aux: Auxiliary outputs of the loss function; see `Metrics`.
-      transfers: The transfers of this process.
     """
 
     loss: jax.Array
@@ -95,7 +93,6 @@ class StepResult(NamedTuple):
     stats: GradientStats
     states: list[PyTree]
     aux: PyTree = None
-    transfers: Sequence[Transfer] = ()
 
 
 @final

@@ -32,7 +32,7 @@ from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import entry_of
 from jdist.pipeline.run.shapes import outputs_of
-from jdist.pipeline.run.stage_channels import StageChannels, Transfer
+from jdist.pipeline.run.stage_channels import StageChannels
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Ends, Feed, Model, run
@@ -175,7 +175,7 @@ class OneProgramExecutor(ScheduleExecutor):
 
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
-    ) -> tuple[Metrics, list[Transfer]]:
+    ) -> Metrics:
         """See `ScheduleExecutor`.
 
         Raises:

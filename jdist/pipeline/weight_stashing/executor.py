@@ -25,7 +25,6 @@ from jdist.pipeline.run.replicas import joined_states
 from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
     StageChannels,
-    Transfer,
 )
 from jdist.pipeline.run.stage_run import StageRun, UpdateInBackward
 from jdist.pipeline.run.step import Routes, StepInputs
@@ -62,13 +61,11 @@ class EpochResult(NamedTuple):
     Attributes:
       state: The next training state.
       metrics: The metrics of the epoch.
-      transfers: The transfers of this process.
       passes: The passes of its workers, with versions.
     """
 
     state: PipelineState
     metrics: Metrics
-    transfers: Sequence[Transfer]
     passes: Sequence[PassRecord]
 
 
@@ -216,7 +213,7 @@ class EpochExecutor(ScheduleExecutor):
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         after = PipelineState(step + 1, params, opt_states, kept, key)
         metrics = self._metrics(*losses, skipped)
-        return EpochResult(after, metrics, epoch.transfers, epoch.passes)
+        return EpochResult(after, metrics, epoch.passes)
 
     def _metrics(
         self,
