@@ -146,7 +146,7 @@ class Columns:
             if action.kind not in KINDS:
                 what = f"has the kind {action.kind!r}, which is none of F, B, W"
                 raise ScheduleError("complete", what, None, action)
-        check_int32("complete", [n for action in flat for n in action[1:]])
+        _check_int32([n for action in flat for n in action[1:]])
         return cls(
             np.array([KINDS.index(action.kind) for action in flat], np.uint8),
             np.array([action.stage for action in flat], np.int32),
@@ -192,13 +192,12 @@ class Columns:
         workers = np.arange(self.workers, dtype=np.int32)
         return np.repeat(workers, np.diff(self.first))
 
-    def actions(self, worker: int, span: slice = slice(None)) -> list[Action]:
-        """The actions of one worker in order, or a part of them."""
+    def actions(self, worker: int) -> list[Action]:
+        """The actions of one worker in order."""
         own = slice(*self.first[worker : worker + 2])
         # Python numbers of whole columns: one by one they take four times as long.
         kind, stage, micro_batch = (
-            column[own][span].tolist()
-            for column in (self.kind, self.stage, self.micro_batch)
+            column[own].tolist() for column in (self.kind, self.stage, self.micro_batch)
         )
         return list(map(Action, map(KINDS.__getitem__, kind), stage, micro_batch))
 
@@ -216,21 +215,17 @@ class Columns:
         return found
 
 
-def check_int32(rule: str, numbers: Sequence[int]) -> None:
-    """Refuses stages, micro-batches and clocks that no int32 holds.
-
-    Raises:
-      ScheduleError: With the `rule` that such a number breaks.
-    """
+def _check_int32(numbers: Sequence[int]) -> None:
+    """Refuses stages and micro-batches that no int32 holds."""
     # NumPy would cut off what follows the point.
     for number in numbers:
         if not _is_integer(number):
-            raise ScheduleError(rule, f"{number!r} is not an integer")
+            raise ScheduleError("complete", f"{number!r} is not an integer")
     # NumPy's own OverflowError would not name the rule.
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     beyond = [number for number in numbers if not least <= number <= most]
     if beyond:
-        raise ScheduleError(rule, f"{beyond[0]} is beyond what 32 bits hold")
+        raise ScheduleError("complete", f"{beyond[0]} is beyond what 32 bits hold")
 
 
 def check_counts(call: str, least: int = 1, **counts: int) -> None:

@@ -32,13 +32,10 @@ class CsvTable(NamedTuple):
 
     Attributes:
       programs: The actions of each row; `I` has become B.
-      clocks: The column of each action; None where a cell holds several actions or
-        none, so that columns are not clocks.
       halves: For each B, by stage and micro-batch, whether it is written as `I`.
     """
 
     programs: list[list[Action]]
-    clocks: list[list[int]] | None
     halves: dict[tuple[int, int], bool]
 
 
@@ -71,23 +68,17 @@ def read_csv(text: str) -> CsvTable:
       ValueError: A cell is none of torch's, or a row is blank; names row and column.
     """
     programs: list[list[Action]] = []
-    clocks: list[list[int]] = []
     halves: dict[tuple[int, int], bool] = {}
-    one_each = True
     for row, cells in enumerate(_rows(text)):
         read = [
-            (column, _actions(cell.strip(), row, column))
+            each
             for column, cell in enumerate(cells)
             if cell.strip()
+            for each in _actions(cell.strip(), row, column)
         ]
-        # A cell of two actions has one column, and so no clock for the second.
-        one_each = one_each and all(len(found) == 1 for _, found in read)
-        programs.append(
-            _counted_from_0([action for _, found in read for action, _ in found])
-        )
-        clocks.append([column for column, found in read for _ in found])
-        halves |= {a[1:]: half for _, f in read for a, half in f if a.kind == "B"}
-    return CsvTable(programs, clocks if one_each else None, halves)
+        programs.append(_counted_from_0([action for action, _ in read]))
+        halves |= {a[1:]: half for a, half in read if a.kind == "B"}
+    return CsvTable(programs, halves)
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -10,7 +10,6 @@ An executor follows the order of a worker's actions. The clock is the time at wh
 action would happen if every action took the same time, which is what papers draw.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from jdist.pipeline.schedule.actions import (
     ScheduleError,
     W,
     check_counts,
-    check_int32,
 )
 from jdist.pipeline.schedule.clock import play, waits_for
 from jdist.pipeline.schedule.csv import csv_text, read_csv
@@ -48,7 +46,8 @@ class Schedule:
       micro_batches: Their number m.
       placement: The workers of each stage.
       columns: All actions.
-      given_clock: The clock of each action; None: its earliest.
+      given_clock: The clock of each action, for one program that has actions wait for
+        messages; None: its earliest.
       forward_only: Whether there are no backward passes.
       update_policy: When stages update, and with which weights they compute; None: one
         update after all micro-batches (a synchronous schedule).
@@ -96,7 +95,6 @@ class Schedule:
         *,
         name: str = "custom",
         placement: Placement | None = None,
-        clock: Sequence[Sequence[int]] | None = None,
         update_policy: UpdatePolicy | None = None,
     ) -> "Schedule":
         """A user's own schedule, from a list of actions per worker.
@@ -107,7 +105,6 @@ class Schedule:
           name: Name for pictures and messages.
           placement: The workers of each stage; None: those that run it, which must be
             one each.
-          clock: The clock of each action; None: as soon as possible.
           update_policy: See the class.
 
         Raises:
@@ -116,8 +113,8 @@ class Schedule:
           TypeError: Something is neither an action nor a text, or an argument is of
             another type.
           ValueError: There is no action, an action's text does not parse, a stage has
-            several workers and no placement was given, the placement names a worker of
-            a stage twice, or clocks and actions differ in number.
+            several workers and no placement was given, or the placement names a worker
+            of a stage twice.
 
         Example:
           >>> two = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -137,8 +134,7 @@ class Schedule:
                 call, rule = "placement=...", "must name each worker of a stage once"
                 raise ValueError(requirement(f"Schedule.of({call})", rule, placement))
         # Text and actions may be mixed.
-        read = [[_action(a) for a in program] for program in programs]
-        columns = Columns.of(read)
+        columns = Columns.of([[_action(a) for a in program] for program in programs])
         if not len(columns):
             rule = "must have at least one action"
             raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
@@ -155,7 +151,6 @@ class Schedule:
             micro_batches,
             placement,
             columns,
-            None if clock is None else _flat_clock(clock, read),
             forward_only=not (columns.kind == B).any(),
             update_policy=update_policy,
         )
@@ -174,10 +169,8 @@ class Schedule:
     ) -> "Schedule":
         """Reads a schedule, written by `to_csv` or by torch, and validates it.
 
-        The columns are the clocks if every action can happen at its column's clock.
-        Otherwise only the order within each row counts, as in torch, whose files often
-        have the order alone; the clocks are then the earliest. Messages and collectives
-        are left out, because an executor derives them. Overlapped actions become
+        Only the order within each row counts, as in torch. Messages and collectives are
+        left out, because an executor derives them. Overlapped actions become
         consecutive ones.
 
         Args:
@@ -219,12 +212,6 @@ class Schedule:
                 worker = ordered.worker(stage, micro_batch)
                 action = Action("B", stage, micro_batch)
                 raise ScheduleError("complete", f"is {written} a W", worker, action)
-        if table.clocks is not None:
-            clock = np.array([column for row in table.clocks for column in row])
-            # Columns of a file may be mere positions: then an action stands too early,
-            # and the order alone is used.
-            with contextlib.suppress(ScheduleError):
-                return replace(ordered, given_clock=clock).validate()
         return ordered.validate()
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -485,21 +472,6 @@ def _action(given: object) -> Action:
         return Action.parse(given)
     rule = "must have an `Action`, or its text such as '0F3', for each action"
     raise TypeError(requirement("Schedule.of(programs=...)", rule, given))
-
-
-def _flat_clock(
-    clock: Sequence[Sequence[int]], programs: Sequence[Sequence[Action]]
-) -> np.ndarray:
-    rows = clock if isinstance(clock, Sequence | np.ndarray) else [clock]
-    several = (list, tuple, range, np.ndarray)
-    lengths = [len(row) if isinstance(row, several) else None for row in rows]
-    if lengths != [len(program) for program in programs]:
-        rule = "must have one number for each action of each worker"
-        raise ValueError(requirement("Schedule.of(clock=...)", rule, clock))
-    # Checked as Python integers: NumPy would refuse or wrap large ones.
-    flat = [number for row in clock for number in row]
-    check_int32("one action", flat)
-    return np.array(flat, np.int64)
 
 
 def _check_placement(call: str, placement: Placement) -> None:
