@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jdist.launch.options import cluster_key, parse
-from jdist.launch.relay import InterruptFolder, last_traceback
+from jdist.launch.relay import last_traceback
 from tests.plugin_notices import without_notices
 from tests.rpc.process_watch import ProcessWatch, await_gone
 
@@ -319,8 +319,8 @@ finally:
 """
 
 
-def test_ctrl_c_ends_a_training_with_one_line(start, watch, tmp_path):
-    """What the workers write while they tidy up is shown; where they were is logged."""
+def test_ctrl_c_ends_a_training(start, watch, tmp_path):
+    """What the workers write while they tidy up is shown, and where they were."""
     logs = tmp_path / "logs"
     arguments = ["--nproc", 2, "--log-dir", logs, "program.py", watch.port]
     launcher = start(arguments, IN_TRAINING)
@@ -330,7 +330,7 @@ def test_ctrl_c_ends_a_training_with_one_line(start, watch, tmp_path):
     await_gone(pids.values())
     assert launcher.returncode == 130
     *told, last = without_notices(errors.decode()).splitlines()
-    assert sorted(told) == ["[worker0] tidying up", "[worker1] tidying up"]
+    assert {"[worker0] tidying up", "[worker1] tidying up"} <= {*told}
     assert last == "SIGINT: all workers were ended."
     texts = [(logs / f"worker{rank}.log").read_text() for rank in range(2)]
     assert all("in <module>" in text for text in texts)
@@ -505,62 +505,6 @@ def test_what_cannot_start_says_why(launch, tmp_path, watch):
     assert status == 2
     said = "error: `--master-port` must be a port that is free here. Got "
     assert f"{said}{watch.port}: Address already in use. Without --ma" in errors
-
-
-TRACE = "Traceback (most recent call last):"
-DURING = "During handling of the above exception, another exception occurred:"
-CAUSE = "The above exception was the direct cause of the following exception:"
-LOST = (
-    "jdist.rpc.base.errors.WorkerLost: "
-    "Lost worker 'worker1' during rpc_sync: it closed."
-)
-
-
-def trace(error):
-    return [TRACE, '  File "p.py", line 1, in <module>', "    f()", error]
-
-
-BROKEN = trace("jdist.rpc.wire.channel.ChannelClosed: its connection closed")
-INTERRUPTED = trace("KeyboardInterrupt")
-
-
-@pytest.mark.parametrize(
-    ("lines", "shown"),
-    [
-        (["a", *trace("KeyboardInterrupt"), "b"], ["a", "b"]),
-        (trace("KeyboardInterrupt"), []),
-        ([*trace("KeyboardInterrupt"), "", DURING, "", *trace(LOST)], []),
-        ([*trace(LOST), *trace("KeyboardInterrupt")], []),
-        # It noticed that the other one had gone before it was interrupted itself.
-        ([*BROKEN, "", CAUSE, "", *trace(LOST)], []),
-        ([*BROKEN, "", CAUSE, "", *trace(LOST), "", DURING, "", *INTERRUPTED], []),
-        (["", DURING, "  x"], ["", DURING, "  x"]),
-    ],
-)
-def test_consequences_of_an_interrupt_are_not_shown(lines, shown):
-    folder = InterruptFolder()
-    assert [
-        each for line in lines for each in folder.feed(line)
-    ] + folder.end() == shown
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        trace("OSError: no space left"),
-        [*trace("KeyboardInterrupt"), "", DURING, "", *trace("OSError: full")],
-        [*trace("OSError: full"), "", DURING, "", *trace("KeyboardInterrupt")],
-        [*BROKEN, "", DURING, "", *trace(LOST)],
-        [*trace(LOST), "", CAUSE, "", *trace("OSError: full")],
-        [*trace("ValueError: of several"), "lines", "", "more"],
-        [TRACE, "  a line and no end"],
-    ],
-)
-def test_other_tracebacks_are_shown_whole(lines):
-    """After one that is not, too: nothing is remembered of it."""
-    folder, before = InterruptFolder(), trace("KeyboardInterrupt")
-    shown = [each for line in [*before, "x", *lines] for each in folder.feed(line)]
-    assert [*shown, *folder.end()] == ["x", *lines]
 
 
 def test_gloo_does_not_say_that_all_is_well(launch):

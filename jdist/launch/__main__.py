@@ -113,10 +113,6 @@ def _attempt(
             _start(options, meeting, relay, supervisor, restart)
             supervisor.wait()
         except Interrupted as interruption:
-            # Only Ctrl-C makes Python write a traceback; SIGTERM and SIGHUP end a
-            # worker without one unless it handles them.
-            if interruption.number == signal.SIGINT:
-                relay.fold_interrupts()
             # The same signal, so that a worker's own handlers for it run.
             supervisor.stop(interruption.number)
             raise

@@ -25,16 +25,14 @@ _FEW_LINES = 20
 _LONGEST_LINE = 2**16
 _PATIENCE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
-_INTERRUPTED = ("KeyboardInterrupt", "jdist.rpc.base.errors.WorkerLost:")
 # gloo prints it for every group without problems, and has no setting to stop it.
 _CONNECTED = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : \1"
 )
-_CAUSE = "The above exception was the direct cause of the following exception:"
 _LINKS = (
     "During handling of the above exception, another exception occurred:",
-    _CAUSE,
+    "The above exception was the direct cause of the following exception:",
 )
 
 
@@ -91,7 +89,6 @@ class Relay:
         self._earlier: list[Sink] = []
         self._kept: dict[str, deque[str]] = {}
         self._threads: list[threading.Thread] = []
-        self._folding = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -141,14 +138,6 @@ class Relay:
             self._threads.append(thread)
             thread.start()
 
-    def fold_interrupts(self) -> None:
-        """Hides tracebacks of interrupts from now on; the logs keep them.
-
-        Must be called before Ctrl-C is forwarded. The user who pressed it does not need
-        to know what each worker was doing at that moment.
-        """
-        self._folding = True
-
     def repeat_last_words(self, name: str) -> None:
         """Prints the last traceback of a worker again, or its last lines of errors."""
         words = last_traceback(self._kept.get(name, ()))
@@ -190,13 +179,7 @@ class Relay:
         label: bytes,
         tail: deque[str] | None,
     ) -> None:
-        log, folder = self._logs.get(name), InterruptFolder()
-
-        def show(lines: Iterable[str]) -> None:
-            for line in lines:
-                if not _CONNECTED.fullmatch(line):
-                    sink.write(label + line.encode() + b"\n")
-
+        log = self._logs.get(name)
         # Invalid UTF-8 must not end this thread: the worker would block on its full
         # pipe. Without `newline`, a carriage return also ends a line.
         text = io.TextIOWrapper(pipe, encoding="utf-8", errors="backslashreplace")
@@ -206,56 +189,12 @@ class Relay:
                 with self._lock:
                     # One line at a time: the sinks are unbuffered and shared by all
                     # workers.
-                    show(folder.feed(line) if self._folding else [line])
+                    if not _CONNECTED.fullmatch(line):
+                        sink.write(label + line.encode() + b"\n")
                     if log:
                         log.write(line.encode() + b"\n")
                     if tail is not None:
                         tail.append(line)
-        with self._lock:
-            show(folder.end())
-
-
-class InterruptFolder:
-    """Filters tracebacks that are consequences of a Ctrl-C.
-
-    These are tracebacks in whose chain every exception is a `KeyboardInterrupt`, or the
-    loss of another worker, which was interrupted as well, or the direct cause of one of
-    these. An exception that a program raises during its cleanup is shown, with all of
-    its causes.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[str] = []
-        self._expected: list[bool] = []  # of each exception that caused no other one
-        self._inside = False
-
-    def feed(self, line: str) -> list[str]:
-        """Takes the next line; returns the lines to show now."""
-        if line == _TRACEBACK:
-            self._held.append(line)
-            self._inside = True
-        elif not self._held:
-            return [line]
-        elif self._inside:
-            self._held.append(line)
-            # The first line without indentation names the exception.
-            self._inside = line.startswith(" ")
-            if not self._inside:
-                self._expected.append(line.startswith(_INTERRUPTED))
-        elif not line or line in _LINKS:
-            self._held.append(line)
-            if line == _CAUSE:
-                del self._expected[-1:]
-        else:
-            return [*self.end(), line]
-        return []
-
-    def end(self) -> list[str]:
-        """Ends the current traceback; returns the lines of it to show."""
-        # An incomplete traceback names no exception; it is shown.
-        shown = [] if all(self._expected) and not self._inside else self._held
-        self._held, self._expected, self._inside = [], [], False
-        return shown
 
 
 def _stream(descriptor: int) -> io.FileIO:
