@@ -25,7 +25,7 @@ from jdist.pipeline.schedules.gpipe import gpipe
 from jdist.pipeline.schedules.interleaved import interleaved
 from jdist.pipeline.schedules.looped_bfs import looped_bfs
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
-from jdist.pipeline.schedules.pipedream import pipedream, pipedream_2bw
+from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.schedules.v_shaped import v_half, v_min
 from jdist.pipeline.schedules.zbv import zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble
@@ -76,7 +76,6 @@ __all__ = [
     "one_f_one_b",
     "partition",
     "pipedream",
-    "pipedream_2bw",
     "profile",
     "simulate",
     "split_drain",

@@ -417,8 +417,8 @@ class Segment:
           `(d_params, d_inputs)`. `d_params` is a tree like the parameters, with zeros
           where nothing flows, and None for a parameter that is not floating. `d_inputs`
           is a tuple like the inputs, with None where no cotangent flows: inputs that
-          are not floating or static, and those that no output with a cotangent depends
-          on. Each has the dtype and the sharding of its parameter or input. With a
+          are not floating, and those that no output with a cotangent depends on. Each
+          has the dtype and the sharding of its parameter or input. With a
           fold, the fold's result replaces `d_params`.
 
         Raises:
@@ -562,7 +562,7 @@ def forward_arrays(
     """`segment.forward((), *arrays)` with half the Python overhead.
 
     Args:
-      segment: Made by `pure_segment`, and so without static arguments.
+      segment: Made by `pure_segment`.
       arrays: The inputs. NumPy arrays are kept without a copy: they must not be written
         to afterwards.
     """

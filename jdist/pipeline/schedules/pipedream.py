@@ -107,28 +107,6 @@ def pipedream(
     return alternating_schedule(_NAMES[policy], m, counts, ahead, family, updates)
 
 
-def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedule:
-    """PipeDream-2BW: `pipedream` with two versions of the weights.
-
-    Args:
-      n: Stages.
-      m: Micro-batches until the pipeline drains.
-      update_every: Backward passes of a worker per update; n, its least, by default.
-
-    Raises:
-      ValueError: A number is below 1, or `update_every` below n.
-
-    Source:
-      Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021.
-
-    Example:
-      >>> print(pipedream_2bw(2, 4))
-      worker 0 | 0F0 0F1  .  0B0 0F2 0B1 0F3 0B2  .  0B3
-      worker 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  .
-    """
-    return pipedream(n, m, policy="2bw", update_every=update_every)
-
-
 def _with_flushes(
     n: int, m: int, updates: UpdatePolicy, family: Callable[[int], Schedule]
 ) -> Schedule:

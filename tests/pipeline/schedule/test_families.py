@@ -37,7 +37,7 @@ ONE_STAGE = {
 
 MADE = {
     "forward_only": forward_only,
-    "pipedream_2bw": pipeline.pipedream_2bw,
+    "pipedream_2bw": partial(pipeline.pipedream, policy="2bw"),
     "pipedream_flush": partial(pipeline.pipedream, policy="flush"),
 }
 

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -177,11 +178,19 @@ def test_neighbours_on_one_worker_send_nothing():
 PAIRS = list(itertools.product(range(1, 9), range(1, 9)))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "pipedream", "pipedream_2bw"])
-def test_the_bubble_of_plain_schedules(name):
+@pytest.mark.parametrize(
+    "make",
+    [
+        pipeline.gpipe,
+        pipeline.one_f_one_b,
+        pipeline.pipedream,
+        partial(pipeline.pipedream, policy="2bw"),
+    ],
+)
+def test_the_bubble_of_plain_schedules(make):
     """(n - 1)(F + B) on every worker, whatever F and B are."""
     for (n, m), (f, b) in itertools.product(PAIRS, [(1, 2), (3, 1), (2, 2)]):
-        schedule = getattr(pipeline, name)(n, m)
+        schedule = make(n, m)
         found = simulate(schedule, Costs(forward=f, backward=b))
         assert found.makespan == (m + n - 1) * (f + b)
         assert found.busy == (m * (f + b),) * n
