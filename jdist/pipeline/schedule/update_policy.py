@@ -41,9 +41,3 @@ class UpdatePolicy:
         """Checks the rule and the number."""
         check_counts("UpdatePolicy", every=self.every)
         check_choice("UpdatePolicy(rule=...)", self.rule, get_args(UpdateRule))
-
-    @property
-    def one_version(self) -> bool:
-        """Whether a micro-batch uses the same version at all stages."""
-        # Under "flush" because all stages have drained before an update.
-        return self.rule != "stashing"
