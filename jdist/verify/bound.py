@@ -54,7 +54,7 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     pooled estimate, of many draws. It may be too small for single entries, so it
     condemns none. *Above* tau(d) / tau(nu) bounds a leaf fails, whatever the
     distribution of V over examples and entries. In between a leaf is *in doubt*, and
-    more draws decide; and wherever the bound is more than ROUNDINGS roundings wide,
+    more draws decide; and wherever C and D are more than ROUNDINGS roundings wide,
     where a loss may be chaotic, so that errors are not normal and few draws show
     nothing of them.
 
@@ -288,6 +288,7 @@ def measured_bound(
     # Squares of the parts add up; a large leaf has few temporary arrays at a time.
     allowed = (root * tau) ** 2 * likely
     del likely
+    of_terms = math.sqrt(float(np.sum(allowed))) + 2 * float(np.linalg.norm(drift))
     allowed += adding**2 * power
     del power
     allowed += (partial * size) ** 2
@@ -295,8 +296,8 @@ def measured_bound(
     allowed += 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
     # An entry that could not be measured has no bound, and is not judged.
     allowed = np.where(np.isnan(allowed), np.inf, allowed)
-    narrow = np.linalg.norm(allowed) <= doubtful_width(dtype) * np.linalg.norm(size)
-    if not narrow:
+    # What was measured alone: the errors of a sum are not chaotic.
+    if not of_terms <= doubtful_width(dtype) * np.linalg.norm(size):
         return Limit(allowed, size, math.inf)
     # The norms of the parts of a bound add up at most.
     in_norm = 1 + confidence_in_norm(least) / tau

@@ -13,6 +13,7 @@ from jdist.verify.bound import (
     EXTRA,
     POOLED,
     RISK,
+    ROUNDINGS,
     Sums,
     accumulated,
     bound,
@@ -104,6 +105,25 @@ def test_the_risk_of_an_estimated_deviation(rng):
         spread = np.sqrt(rng.chisquare(draws, size=400_000) / draws)
         beyond = np.mean(np.abs(rng.normal(size=400_000)) > tau * spread)
         assert beyond < 0.01
+
+
+def test_many_terms_make_no_doubt_and_wide_errors_do():
+    """The roundings of a sum are no chaos, however many it has: 1000 draws say no more.
+
+    Only what was measured of the terms may be: deviation or drift.
+    """
+    unit, terms = unit_roundoff("float32"), 9973
+
+    def limit(**measured):
+        own = sums((7, 5), total=1.0, square=1.0, magnitude=100.0, **measured)
+        return measured_bound("float32", own, terms, (3, 3 * terms), "float32")
+
+    quiet = limit(variance=unit**2, drift=unit)
+    assert np.all(quiet.bound > ROUNDINGS * unit)
+    assert quiet.doubt < 1e4
+    assert quiet.doubt_in_norm < 1e4
+    for chaotic in ({"variance": (200 * unit) ** 2}, {"drift": 600 * unit}):
+        assert limit(**chaotic).doubt == np.inf
 
 
 @pytest.mark.parametrize(("examples", "draws"), [(1, 32), (8, 16), (33, 4), (77, 2)])

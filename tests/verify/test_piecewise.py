@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdist import verify
 from jdist._compat import double_precision
+from jdist.verify import tap
 from jdist.verify.evaluation import (
     BOTH,
     EXACT,
@@ -96,6 +98,45 @@ def test_equal_blocks_are_compiled_once(given):
             Pieces(program, None, found).run(jax.tree.leaves((own, x)), EXACT)
         compiled.append(len(found))
     assert compiled[0] == compiled[1]
+
+
+def test_taps_stand_between_pieces_that_are_shared(given):
+    """And show every value, also one without a use: at the top, and in a loop."""
+
+    def tapped(params, x):
+        for number, w in enumerate(params["blocks"]):
+            x = x + jnp.tanh(tap(x @ w, f"block{number}"))
+        tap(jnp.sin(x), "aside")
+        x, _ = jax.lax.scan(
+            lambda h, w: (tap(jnp.tanh(h @ w), "loop"), None), x, params["stack"]
+        )
+        return jnp.sum(x**2)
+
+    params, x = given
+    seen, compiled = [], []
+    for count in (3, 4):
+        own = {**params, "blocks": params["blocks"][:count]}
+        with verify.TapRecording():
+            program = jax.make_jaxpr(jax.value_and_grad(tapped))(own, x)
+        seen, found = [], {}
+
+        def observe(name, position, values, seen=seen):
+            if name != "loop":  # There positions are traced.
+                assert len(position) == 2
+                seen.append((*position, name, values[0].wide))
+            return values[0]
+
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            pieces = Pieces(program, None, found, observe)
+            pieces.run(jax.tree.leaves((own, x)), EXACT, seed=7)
+        compiled.append(len(found))
+    assert compiled[0] == compiled[1]
+    names = [f"block{number}" for number in range(4)]
+    assert [name for *_, name, _ in seen] == [*names, "aside", *names[::-1]]
+    assert {run for run, *_ in seen} == {7}
+    numbers = [number for _, number, *_ in seen]
+    assert numbers == sorted(set(numbers))
+    np.testing.assert_allclose(seen[0][-1], x @ params["blocks"][0], rtol=1e-5)
 
 
 def test_a_long_program_is_cut_where_pieces_are_alike(given):

@@ -19,6 +19,10 @@ Decisions, such as an argmax, are the rounded side's. A run on one side takes th
 a run of both: a piece that decides is *replayed* with the rounded inputs that it had
 there. What stands under `stop_gradient` can be held at its values there, too. A drawn
 run may also be *free*: it decides by its own values, rounded, as another program would.
+
+Taps of the program stand alone, so that equal pieces between them are shared, and pass
+their values to an observer without a program of their own; those in loops do it from
+inside of a piece.
 """
 
 import contextlib
@@ -37,6 +41,7 @@ from jdist.verify.bound import single_of, wide_of
 from jdist.verify.evaluation.compilation import TINY, quick_to_compile
 from jdist.verify.evaluation.lockstep import (
     UNMEASURED,
+    Observer,
     Perturbation,
     PrecisionPair,
     RoundedSideNeeded,
@@ -153,7 +158,8 @@ class CompiledPiece(NamedTuple):
     """A piece in one form, compiled when it runs first.
 
     Attributes:
-      run: `run(noise, arrays, before)`.
+      run: `run(noise, arrays, before)`; the noise is the amplitude, the seed, the pool
+        and the beginning of positions.
       kinds: Of its outputs, and None for a value without sides; known once it ran.
       missed: Primitives whose rounding could not be measured.
     """
@@ -170,6 +176,8 @@ class Pieces:
       program: As traced in the settings that it is judged in.
       accumulation: The dtype in which sums of 16-bit numbers are accumulated.
       compiled: Compiled pieces by their keys, which programs may share.
+      observer: Is called with every tapped value. Positions begin with the seed of the
+        run and the number of the piece. None if the program has no taps.
 
     Attributes:
       program: The program.
@@ -186,9 +194,11 @@ class Pieces:
         program: ClosedJaxpr,
         accumulation: Any,
         compiled: dict[Any, CompiledPiece],
+        observer: Observer | None = None,
     ) -> None:
         self.missed: set[str] = set()
         self._accumulation = accumulation
+        self._observer = observer
         self._compiled = compiled
         self.program = program
         self.inputs = [x.aval for x in program.jaxpr.invars]
@@ -202,7 +212,7 @@ class Pieces:
             len(equations) <= FEW_EQUATIONS
             or _unlike(cut(_ALONE)) > UNLIKE * len(equations)
         )
-        self._pieces = cut(_HELD if whole else _ALONE)
+        self._pieces = cut(_APART if whole else _ALONE)
         self.tiny = whole and self.largest <= TINY
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
@@ -231,7 +241,7 @@ class Pieces:
           inputs: Its arguments, as `lockstep.run` takes them.
           form: The form of the run.
           amplitude: Factor of the perturbations.
-          seed: Seed of a drawn run.
+          seed: Seed of a drawn run, and the number of any run for an observer.
           recording: Is filled, for runs that replay it.
           replay: A recording.
           free: Whether decisions are made anew, and not replayed. The run then ends
@@ -267,19 +277,14 @@ class Pieces:
                 operands = _with_rounded(operands, replay[number], own)
             if recording is not None and kept:
                 recording[number] = operands
-            noise: tuple[Any, ...] = ()
-            if form.drawn:
-                bits = jnp.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
-                noise = jnp.float64(amplitude), bits, self._noise()
-            compiled = self._program(piece, operands, form, before is not None)
-            found = self._ran(piece, compiled, noise, operands, before)
-            made = dict(zip(piece.outputs, _values(found, compiled.kinds), strict=True))
+            noise = self._source(form, amplitude, seed, number)
+            made = self._ran(piece, form, noise, operands, before)
             values.update(made)
             results.take(made)
             for variable in piece.freed:
                 del values[variable]
             if number % AHEAD == 0:
-                jax.block_until_ready(found)
+                jax.block_until_ready(_flat(list(made.values())))
             if free and number == self._last_free:
                 return []
         return results.found if receive is None else []
@@ -287,13 +292,17 @@ class Pieces:
     def _ran(
         self,
         piece: Piece,
-        compiled: CompiledPiece,
-        noise: tuple[Any, ...],
+        form: Form,
+        noise: Sequence[Any],
         operands: list[Value],
         before: list[jax.Array] | None,
-    ) -> list[jax.Array]:
+    ) -> dict[InlinedVariable, Value]:
+        """The outputs of a piece."""
         if self._abandoned:
             raise Abandoned
+        if self._observer is not None and _taps(piece):
+            return _tapped(piece, operands, form, noise, self._observer)
+        compiled = self._program(piece, operands, form, before is not None)
         try:
             found = compiled.run(noise, _flat(operands), before)
         except RoundedSideNeeded:
@@ -301,7 +310,20 @@ class Pieces:
             piece.decides = self.decides = True
             raise
         self.missed |= compiled.missed
-        return found
+        return dict(zip(piece.outputs, _values(found, compiled.kinds), strict=True))
+
+    def _source(
+        self, form: Form, amplitude: float, seed: int, number: int
+    ) -> tuple[Any, ...]:
+        """What a piece's perturbation has in this run: see `_compiled`."""
+        here: tuple[np.int32, ...] = ()
+        if self._observer is not None:
+            here = np.int32(seed), np.int32(number)
+        # NumPy's: to make scalars of JAX took as long as the pieces of a small program.
+        if not form.drawn:
+            return None, np.uint32(0), None, here
+        bits = np.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
+        return np.float64(amplitude), bits, self._noise(), here
 
     @contextlib.contextmanager
     def abandoned(self) -> Iterator[None]:
@@ -342,7 +364,7 @@ class Pieces:
         if key not in self._compiled:
             sized = self._sized if form.sized else frozenset()
             self._compiled[key] = _compiled(
-                piece, kinds, form, sized, self._accumulation, self.tiny
+                piece, kinds, form, sized, self._accumulation, self.tiny, self._observer
             )
         return self._compiled[key]
 
@@ -362,7 +384,7 @@ class _Results:
         self.wanted: dict[InlinedVariable, list[int]] = {}
         for number, variable in enumerate(variables):
             if isinstance(variable, Literal):
-                self._receive(number, self._with_sides(_literal(variable)))
+                self._receive(number, _with_sides(_literal(variable), form))
             else:
                 self.wanted.setdefault(variable, []).append(number)
 
@@ -370,15 +392,15 @@ class _Results:
         """Takes those of the values that are results."""
         for variable, value in values.items():
             for number in self.wanted.get(variable, ()):
-                own = value if isinstance(value, PrecisionPair) else None
-                self._receive(number, own or self._with_sides(value))
+                self._receive(number, _with_sides(value, self._form))
 
-    def _with_sides(self, value: Value) -> PrecisionPair:
-        # What depends on no input has none.
-        found = _entering(value, self._form)
-        return (
-            found if isinstance(found, PrecisionPair) else PrecisionPair(found, found)
-        )
+
+def _with_sides(value: Value, form: Form) -> PrecisionPair:
+    """A value with the sides of a form; what depends on no input has none."""
+    if isinstance(value, PrecisionPair):
+        return value
+    found = _entering(value, form)
+    return found if isinstance(found, PrecisionPair) else PrecisionPair(found, found)
 
 
 def drawn_form(program: ClosedJaxpr) -> Form:
@@ -449,17 +471,20 @@ def _inlined(
     results = walk(program.jaxpr, program.consts, inputs)
     needed, kept = set(results), []
     for equation in reversed(equations):
-        if equation.own.effects or not needed.isdisjoint(equation.outputs):
+        shows = any(x.primitive.name == "tap" for x in _all(equation.own))
+        effects = equation.own.effects or shows
+        if effects or not needed.isdisjoint(equation.outputs):
             kept.append(equation)
             needed.update(x for x in equation.inputs if not isinstance(x, Literal))
     constants = {x: value for x, value in constants.items() if x in needed}
     return inputs, constants, kept[::-1], results
 
 
-_HELD = frozenset({"stop_gradient"})
+# Equations that always stand alone.
+_APART = frozenset({"stop_gradient", "tap"})
 
-# Equations that stand alone: what costs much to compile or to run.
-_ALONE = _HELD | {
+# Likewise in a large program: what costs much to compile or to run.
+_ALONE = _APART | {
     "dot_general", "conv_general_dilated", "scatter-add", "gather", "scan", "while",
     "cond", "sort", "top_k", "custom_linear_solve",
 }  # fmt: skip
@@ -636,18 +661,21 @@ def _compiled(
     sized: frozenset[Any],
     accumulation: Any,
     tiny: bool,
+    observer: Observer | None,
 ) -> CompiledPiece:
     made: list[Kind | None] = []
     missed: set[str] = set()
 
     def evaluate(noise: Sequence[Any], arrays: Sequence[jax.Array]) -> list[Value]:
-        amplitude, seed, pool = noise or (None, jnp.uint32(0), None)
+        amplitude, seed, pool, here = noise
         perturbation = Perturbation(
             amplitude,
             seed,
             accumulation,
             missed,
             held=HELD if form.held and piece.holds else None,
+            observer=observer,
+            loops=here,
             wider=form.wider,
             sizes=form.sizes,
             pool=pool,
@@ -683,6 +711,30 @@ def _compiled(
 
     options = quick_to_compile(tiny)
     return CompiledPiece(jax.jit(run, compiler_options=options), made, missed)
+
+
+def _taps(piece: Piece) -> bool:
+    """Whether it is a tap."""
+    return piece.equations[0].own.primitive.name == "tap"
+
+
+def _tapped(
+    piece: Piece,
+    operands: list[Value],
+    form: Form,
+    noise: Sequence[Any],
+    observer: Observer,
+) -> dict[InlinedVariable, Value]:
+    """The output of a tap, if it has a use."""
+    (equation,) = piece.equations
+    values = dict(zip(piece.inputs, operands, strict=True))
+    given = [
+        _literal(x) if isinstance(x, Literal) else values[x] for x in equation.inputs
+    ]
+    *_, here = noise
+    pairs = [_with_sides(x, form) for x in given]
+    found = observer(equation.own.params["name"], here, pairs)
+    return dict.fromkeys(piece.outputs, found)
 
 
 def _literal(atom: Literal) -> jax.Array:

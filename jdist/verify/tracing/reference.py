@@ -1,17 +1,17 @@
 """Right values and cotangents at all taps of the reference, with their bounds.
 
-The reference's gradient program is run on the whole batch in lockstep with itself in
-float64 (`lockstep`), once exactly and `DRAWS` times perturbed as rounding would. Every
-tap shows both sides. The entries of one example are a row, and each row has a bound
-like a leaf's (`bound`), of a sum of one term.
+The reference's gradient program is run on the whole batch, piece by piece
+(`piecewise`): once in lockstep with itself in float64, and `DRAWS` times perturbed as
+rounding would. Every tap shows its value. The entries of one example are a row, and
+each row has a bound like a leaf's (`bound`), of a sum of one term.
 """
 
+import contextlib
 import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -21,19 +21,22 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jdist._compat import double_precision, equations_in, fast_in_loops
+from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.evaluation import (
-    Perturbation,
+    BOTH,
+    EXACT,
+    Pieces,
     Position,
     PrecisionPair,
-    is_tiny,
-    quick_to_compile,
-    run,
+    Recording,
+    RoundedSideNeeded,
+    drawn_form,
 )
 from jdist.verify.measure import Counted, magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
+from jdist.verify.progress import progress
 from jdist.verify.tracing.layout import Layout, Shape, finite_part, layouts
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import TapRecording
@@ -149,12 +152,7 @@ def _passages(
     seen = _Seen(magnified(program), _heads(program, where))
     leaves = jax.tree.leaves((params, batch, weights))
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        evaluate = jax.jit(
-            lambda *given: _evaluate(program, given, accumulation, seen),
-            compiler_options=quick_to_compile(is_tiny(program)),
-        )
-        # Taps deliver while the program runs.
-        jax.block_until_ready(evaluate(*leaves))
+        _evaluate(program, leaves, accumulation, seen)
     return seen.passages(where, accumulation)
 
 
@@ -163,37 +161,35 @@ def _evaluate(
     leaves: Sequence[jax.Array],
     accumulation: DTypeLike | None,
     seen: "_Seen",
-) -> jax.Array:
-    """Runs the program once exactly and `DRAWS` times perturbed, one by one.
+) -> None:
+    """Runs the program exactly and `DRAWS` times perturbed.
 
     And then exactly without the cotangent of each of `seen.heads`.
     """
+    pieces = Pieces(program, accumulation, {}, seen.observe)
+    forms = [BOTH, *[drawn_form(program)] * DRAWS, *[EXACT] * len(seen.heads)]
+    runs = 0 if pieces.tiny else len(forms)
+    with progress("tracing the reference", runs) as advance:
 
-    def one(draw: jax.Array) -> list[jax.Array]:
-        def observe(
-            name: str, position: Position, given: Sequence[PrecisionPair]
-        ) -> PrecisionPair:
-            sides = [side for pair in given for side in (pair.rounded, pair.wide)]
-            at = jnp.stack([jnp.asarray(p, jnp.int32) for p in position])
-            shown = show(*sides, at, draw, name=name, receive=seen.receive)
-            found = PrecisionPair(shown, given[0].wide, given[0].size)
-            if len(given) > 1 and name in seen.heads:
-                kept = draw != DRAWS + 1 + seen.heads.index(name)
-                found = PrecisionPair(
-                    jnp.where(kept, found.rounded, jnp.zeros_like(found.rounded)),
-                    jnp.where(kept, found.wide, jnp.zeros_like(found.wide)),
-                    found.size,
+        def run() -> None:
+            recording = Recording()
+            for number, form in enumerate(forms):
+                found = pieces.run(
+                    leaves,
+                    form,
+                    amplitude=seen.factor,
+                    seed=number,
+                    recording=None if number else recording,
+                    replay=recording,
                 )
-            return found
+                # Taps in loops deliver while the program runs.
+                jax.block_until_ready([x.wide for x in found])
+                advance()
 
-        perturbed = (draw > 0) & (draw <= DRAWS)
-        amplitude = jnp.where(perturbed, seen.factor, 0.0)
-        seed = draw.astype(jnp.uint32)
-        noise = Perturbation(amplitude, seed, accumulation, observer=observe)
-        return [jnp.sum(x.rounded) for x in run(program, leaves, noise)]
-
-    each = fast_in_loops(partial(jax.lax.map, one))
-    return each(jnp.arange(DRAWS + 1 + len(seen.heads)))
+        while True:
+            # The pieces have learnt what has no float64, and record more of run 0.
+            with contextlib.suppress(RoundedSideNeeded):
+                return run()
 
 
 def _heads(
@@ -213,21 +209,56 @@ def _heads(
 
 
 class _Seen:
-    """Collects what the reference's taps show, on XLA's threads."""
+    """Collects what the reference's taps show; those in loops on XLA's threads.
+
+    Run 0 shows both sides, the others the wide one.
+    """
 
     def __init__(self, factor: float, heads: tuple[str, ...]) -> None:
         self.factor = factor
         self.heads = heads
         self._lock = threading.Lock()
-        self._draws: dict[Any, dict[int, list[np.ndarray]]] = defaultdict(dict)
+        self._first: dict[Any, list[np.ndarray]] = {}
+        self._squares: dict[Any, np.ndarray] = {}
+        self._without: dict[Any, dict[int, np.ndarray]] = defaultdict(dict)
+
+    def observe(
+        self, name: str, position: Position, given: Sequence[PrecisionPair]
+    ) -> PrecisionPair:
+        """Passes a tap on: a value, or a cotangent and its value."""
+        number, *place = position
+        own = given[0]
+        sides = [x for pair in given for x in (pair.rounded, pair.wide)]
+        if own.rounded is None:
+            sides = [pair.wide for pair in given]
+        at = jnp.stack([jnp.asarray(x, jnp.int32) for x in place])
+        run = jnp.asarray(number, jnp.int32)
+        shown = show(*sides, at, run, name=name, receive=self.receive)
+        if own.rounded is not None:
+            return replace(own, rounded=shown)
+        if len(given) > 1 and name in self.heads:
+            kept = number != DRAWS + 1 + self.heads.index(name)
+            shown = jnp.where(kept, shown, jnp.zeros_like(shown))
+        return replace(own, wide=shown)
 
     def receive(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
-        """Stores one passage of a draw: the sides of a value or, backwards, of two."""
+        """Stores one passage of a run."""
         del axes
-        *sides, position, draw = arrays
-        key = (tuple(position.tolist()), name, len(sides) > 2)
+        *sides, place, run = arrays
+        own, number = tuple(place.tolist()), int(run)
         with self._lock:
-            self._draws[key][int(draw)] = sides
+            if number == 0:
+                key = own, name, len(sides) > 2
+                self._first[key] = sides
+                self._squares[key] = np.zeros_like(np.abs(sides[1]))
+                return
+            key = own, name, len(sides) > 1
+            exact = self._first[key][1]
+            if number > DRAWS:
+                self._without[key][number - DRAWS - 1] = sides[0]
+            else:
+                error = finite_part(sides[0]).astype(exact.dtype) - finite_part(exact)
+                self._squares[key] += np.abs(error) ** 2
 
     def passages(
         self,
@@ -240,7 +271,7 @@ class _Seen:
         number: dict[str, int] = defaultdict(int)
         found = []
         for key, cotangent in pairs:
-            name, value = key[1], self._draws[key][0][0]
+            name, value = key[1], self._first[key][0]
             layout = where.get((name, value.shape), Layout(value.shape, None, 1))
             label = f"{name}[{number[name]}]" if count[name] > 1 else name
             number[name] += 1
@@ -252,24 +283,21 @@ class _Seen:
 
     def _through(self, key: Any, layout: Layout) -> dict[str, np.ndarray]:
         """The part of a cotangent that comes through each of the heads."""
-        exact = self._draws[key][0][1]
-        parts = {
-            head: exact - self._draws[key][DRAWS + 1 + i][1]
-            for i, head in enumerate(self.heads)
-        }
+        exact, without = self._first[key][1], self._without[key]
+        parts = {head: exact - without[i] for i, head in enumerate(self.heads)}
         return {head: _split(layout, x) for head, x in parts.items() if x.any()}
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """The keys of all values in order, each with that of its cotangent or None."""
         # By position, because XLA's threads show taps in any order.
-        keys = sorted(self._draws)
-        backward = {key: self._draws[key][0][2] for key in keys if key[2]}
+        keys = sorted(self._first)
+        backward = {key: self._first[key][2] for key in keys if key[2]}
         values: dict[str, list[np.ndarray]] = defaultdict(list)
         found = []
         for key in keys:
             if key[2]:
                 continue
-            name, value = key[1], self._draws[key][0][0]
+            name, value = key[1], self._first[key][0]
             cotangent = _of_value(name, value, backward)
             # `jax.checkpoint` shows a value a second time, without a cotangent of its
             # own.
@@ -281,10 +309,9 @@ class _Seen:
 
     def _rows(self, key: Any, layout: Layout, accumulation: DTypeLike | None) -> Rows:
         """The rows of the first value at a position, over all draws."""
-        draws = {d: list(map(finite_part, x)) for d, x in self._draws[key].items()}
-        shown = self._draws[key][0][0]
-        rounded, exact = draws[0][:2]
-        squares = sum(abs(draws[d][1] - exact) ** 2 for d in range(1, DRAWS + 1))
+        shown = self._first[key][0]
+        rounded, exact = map(finite_part, self._first[key][:2])
+        squares = self._squares[key]
         drift = rounded.astype(exact.dtype) - exact
         # Either estimate alone may be too small by chance, as in `measure`.
         variance = np.maximum(abs(drift) ** 2, squares / (self.factor**2 * DRAWS))

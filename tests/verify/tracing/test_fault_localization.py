@@ -397,6 +397,32 @@ def test_weights_may_be_numpys_own(rng):
     assert trace.raise_if_failed().difference is None
 
 
+def test_what_has_no_float64_is_as_the_program_rounds(rng):
+    """Runs without a rounded side cannot compute it, and begin anew when they see it.
+
+    And a value that nothing takes is compared like any other.
+    """
+
+    def loss(w, x, told=1.0):
+        y = verify.tap(jnp.tanh(x @ w), "before")
+        y = y + jax.lax.stop_gradient(y).at[:, 0].apply(lambda z: z * z)
+        verify.tap(told * y, "aside")
+        return jnp.sum(verify.tap(y, "after") ** 2, axis=1)
+
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 2), (5, 3)))
+
+    def candidate(told):
+        return jax.value_and_grad(lambda w, x: loss(w, x, told).mean())
+
+    judge = verify.trace_judge(loss, w, x, finite_differences=False)
+    right, other = judge(candidate(1.0)), judge(candidate(1.5))
+    assert right.difference is None
+    assert right.report.ok
+    names = "forward before", "forward aside", "forward after", "backward after"
+    assert right.right == (*names, "backward before")
+    assert (other.difference.direction, other.difference.tap) == ("forward", "aside")
+
+
 def test_a_tap_may_differ_in_a_right_candidate(rng):
     """The verdict is that of the gradient, and a note says so."""
     x = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
