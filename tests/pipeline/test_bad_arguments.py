@@ -75,7 +75,6 @@ WRONG = {
         ["2bw", 0, {}],
     ),
     "Schedule(columns": (lambda v: changed(columns=v), [TWO, None]),
-    "Schedule(given_clock": (lambda v: changed(given_clock=v), [[1, 2], "ab", 3]),
     "Schedule(placement": (lambda v: changed(placement=v), [None, 2, (0, 1), "ab"]),
     "Schedule(update_policy": (lambda v: changed(update_policy=v), ["flush", False]),
     "Schedule(family": (lambda v: changed(family=v), ["1F1B", 3]),
@@ -196,9 +195,6 @@ def test_a_wrong_type(named):
 
 OUT_OF_RANGE = {
     r"Schedule\(micro_batches": lambda: changed(micro_batches=0),
-    r"Schedule\(given_clock.*each action, 16": lambda: changed(
-        given_clock=np.array([1, 2])
-    ),
     r"Schedule\(placement=...\)` must have a worker": lambda: changed(placement=()),
     r"actions\(worker\)` must be one of 2 workers": (
         lambda: pipeline.gpipe(2, 3).actions(2)

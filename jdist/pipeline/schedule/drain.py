@@ -66,6 +66,5 @@ def split_drain(schedule: Schedule) -> Schedule:
         schedule,
         name=f"{schedule.name}, split drain",
         columns=split,
-        given_clock=None,
         family=schedule.family and partial(derived, split_drain, schedule.family),
     )

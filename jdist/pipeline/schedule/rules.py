@@ -95,46 +95,18 @@ def check_each_once(columns: Columns, owner: np.ndarray, forward_only: bool) -> 
             raise ScheduleError("complete", "is missing", worker, action)
 
 
-def check_one_action(columns: Columns, clock: np.ndarray) -> None:
-    """Checks that the clocks of each worker's actions increase from 0 on.
+def check_own_order(columns: Columns, stages: int, micro_batches: int) -> None:
+    """Checks that each W comes after its own B; the clock exists only if others do.
 
     Raises:
-      ScheduleError: They do not ("one action").
+      ScheduleError: One does not ("dependencies").
     """
-    wrong = np.zeros(len(clock), bool)
-    wrong[1:] = clock[1:] <= clock[:-1]
-    # The first action of a worker has none before it; a worker may have no actions.
-    wrong[columns.first[:-1][columns.first[:-1] < len(clock)]] = False
-    wrong |= clock < 0
-    what = "has not a clock of its own after the worker's action before it"
-    _refuse_first(columns, "one action", wrong, what)
-
-
-def check_dependencies(
-    columns: Columns, clock: np.ndarray, stages: int, micro_batches: int
-) -> None:
-    """Checks that every action has a later clock than all actions that it waits for.
-
-    Raises:
-      ScheduleError: One has not ("dependencies").
-    """
-    # A clock of -1 lies before every other: nothing waits for what does not exist.
-    never = np.full((stages, micro_batches), -1, np.int32)
-    when = [never.copy() for _ in KINDS]
-    for kind, table in enumerate(when):
-        own = columns.kind == kind
-        table[columns.stage[own], columns.micro_batch[own]] = clock[own]
-    before = np.vstack([never[:1], when[F][:-1]])
-    after = np.vstack([when[B][1:], never[:1]])
-    for kind, needed, name in (
-        (F, before, "F of the stage before"),
-        (B, after, "B of the stage after"),
-        (B, when[F], "its own F"),
-        (W, when[B], "its own B"),
-    ):
-        due = needed[columns.stage, columns.micro_batch]
-        wrong = (columns.kind == kind) & (clock <= due)
-        _refuse_first(columns, "dependencies", wrong, f"does not come after {name}")
+    before = columns.index_of(B, stages, micro_batches)
+    index = np.arange(len(columns))
+    # A stage's actions are on one worker, so positions can be compared.
+    late = before[columns.stage, columns.micro_batch] > index
+    what = "does not come after its own B"
+    _refuse_first(columns, "dependencies", (columns.kind == W) & late, what)
 
 
 def _refuse_first(columns: Columns, rule: str, wrong: np.ndarray, what: str) -> None:

@@ -46,8 +46,6 @@ class Schedule:
       micro_batches: Their number m.
       placement: The workers of each stage.
       columns: All actions.
-      given_clock: The clock of each action, for one program that has actions wait for
-        messages; None: its earliest.
       forward_only: Whether there are no backward passes.
       update_policy: When stages update, and with which weights they compute; None: one
         update after all micro-batches (a synchronous schedule).
@@ -70,7 +68,6 @@ class Schedule:
     micro_batches: int
     placement: Placement
     columns: Columns
-    given_clock: np.ndarray | None = None
     forward_only: bool = False
     update_policy: UpdatePolicy | None = None
     family: "Callable[[int], Schedule] | None" = None
@@ -82,7 +79,6 @@ class Schedule:
         rule = "must be Columns; `Schedule.of` makes them from actions"
         check_type("Schedule(columns=...)", self.columns, Columns, rule)
         _check_policy("Schedule", self.update_policy)
-        _check_clock(self.given_clock, len(self.columns))
         family: object = self.family
         if family is not None and not callable(family):
             rule = "must be a function from a number of micro-batches to a schedule"
@@ -243,20 +239,16 @@ class Schedule:
 
     @cached_property
     def clock(self) -> np.ndarray:
-        """The clock of each action, from 0, int32.
+        """The earliest clock of each action, from 0, int32.
 
         Raises:
           ScheduleError: There is none: workers wait in a circle ("dependencies"), or
             what an action waits for is missing ("complete").
         """
-        clock = self.given_clock
-        if clock is None:
-            waits = waits_for(self.columns, self.stages, self.micro_batches)
-            clock = play(self.columns, waits, np.ones(len(self.columns)))
-        # A copy: a caller's array stays writeable.
-        fixed = np.asarray(clock).astype(np.int32)
-        fixed.flags.writeable = False
-        return fixed
+        waits = waits_for(self.columns, self.stages, self.micro_batches)
+        clock = play(self.columns, waits, np.ones(len(self.columns))).astype(np.int32)
+        clock.flags.writeable = False
+        return clock
 
     @property
     def clocks(self) -> int:
@@ -323,9 +315,8 @@ class Schedule:
 
         - "complete": each stage has each micro-batch once in F and, unless forward
           only, once in B, at most once in W, on the worker of its placement.
-        - "one action": a worker has at most one action at a clock, in its order.
-        - "dependencies": an action comes at a later clock than all it waits for: F of
-          the stage before; B of the stage after and F of its own; W its own B.
+        - "dependencies": an action comes after all it waits for: F of the stage before;
+          B of the stage after and F of its own; W its own B.
         - "versions": under an update policy a micro-batch enters a stage after the
           updates that made the weights that it uses; with a flush, a stage has finished
           all earlier micro-batches at each update.
@@ -336,11 +327,10 @@ class Schedule:
         """
         # Without completeness the clock may not exist.
         self._check_complete()
-        columns, clock = self.columns, self.clock
-        rules.check_one_action(columns, clock)
-        rules.check_dependencies(columns, clock, self.stages, self.micro_batches)
+        self.clock  # noqa: B018 - a circle is refused
+        rules.check_own_order(self.columns, self.stages, self.micro_batches)
         if self.update_policy is not None:
-            check_versions(columns, self.update_policy)
+            check_versions(self.columns, self.update_policy)
         return self
 
     def _check_complete(self) -> None:
@@ -426,8 +416,7 @@ class Schedule:
             return NotImplemented
         # Not the name, which says nothing about the execution.
         names = ("placement", "update_policy", "micro_batches", "columns")
-        same = all(getattr(self, name) == getattr(other, name) for name in names)
-        return same and np.array_equal(self.clock, other.clock)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
@@ -489,16 +478,6 @@ def _check_placement(call: str, placement: Placement) -> None:
 def _check_policy(call: str, policy: UpdatePolicy | None) -> None:
     rule = "must be an UpdatePolicy, or None for one update after all micro-batches"
     check_type(f"{call}(update_policy=...)", policy, UpdatePolicy | None, rule)
-
-
-def _check_clock(clock: np.ndarray | None, count: int) -> None:
-    """Refuses what is not one integer for each action."""
-    if clock is None:
-        return
-    rule = f"must be an array with an integer for each action, {count} in all"
-    check_type("Schedule(given_clock=...)", clock, np.ndarray, rule)
-    if clock.shape != (count,) or not np.issubdtype(clock.dtype, np.integer):
-        raise ValueError(requirement("Schedule(given_clock=...)", rule, quoted(clock)))
 
 
 def _placement_of(columns: Columns) -> Placement:

@@ -16,7 +16,7 @@ costs the devices no time, and can be used one clock later.
 """
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,16 +133,16 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
       [-1, 0, 0, -1, 1, 0, 1]
     """
     workers = np.array([ranks[0] for ranks in schedule.placement])
-    if overlap:
-        schedule = replace(schedule, given_clock=_spaced(schedule, workers))
+    clock = _spaced(schedule, workers) if overlap else schedule.clock
+    count = int(clock.max()) + 1
     # A stable sort keeps a worker's stages, its chunks, in ascending order.
     stages = np.argsort(workers, kind="stable").reshape(schedule.workers, -1)
-    clocks = [_clocks_of(schedule, kind) for kind in range(len(KINDS))]
+    clocks = [_clocks_of(schedule, clock, kind) for kind in range(len(KINDS))]
     sent = _messages(workers, clocks, overlap)
     far = (sent.receiver - sent.sender) % schedule.workers
     distances = tuple(np.unique(far[far > 0]).tolist())
-    row = _actions(schedule, stages, len(distances))
-    travels = np.zeros((schedule.clocks, len(distances)), np.int32)
+    row = _actions(schedule, clock, stages, len(distances))
+    travels = np.zeros((count, len(distances)), np.int32)
     slot, waiting = assign_slots(sent.receiver, sent.arrived, sent.used)
     row.mail[sent.used, sent.receiver] = slot
     # Neighbouring stages on one worker, as at the turn of a V: nothing travels.
@@ -157,11 +157,11 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
     activations, rests = _kept(schedule, row, workers, clocks)
     kinds = tuple(np.unique(row.kind[row.kind != NOTHING]).tolist())
     slots = Slots(waiting + 1, activations, rests)
-    at = np.arange(schedule.clocks)
+    at = np.arange(count)
     each = clocks[F][0], clocks[B][0], clocks[F][-1]
     ends = [np.isin(at, own).astype(np.int32) for own in each]
-    clock = Clock(travels, _acts(row, stages.shape[1]), *ends)
-    return Table(row, clock, distances, stages, kinds, slots, overlap)
+    done = Clock(travels, _acts(row, stages.shape[1]), *ends)
+    return Table(row, done, distances, stages, kinds, slots, overlap)
 
 
 def assign_slots(
@@ -205,11 +205,11 @@ def assign_slots(
     return slots, max(opened.values(), default=0)
 
 
-def _clocks_of(schedule: Schedule, kind: int) -> np.ndarray:
+def _clocks_of(schedule: Schedule, clock: np.ndarray, kind: int) -> np.ndarray:
     """The clock of an action by stage and micro-batch; -1 where there is none."""
     shape = (schedule.stages, schedule.micro_batches)
     index = schedule.columns.index_of(kind, *shape)
-    return np.where(index < 0, NOTHING, schedule.clock[index])
+    return np.where(index < 0, NOTHING, clock[index])
 
 
 def _spaced(schedule: Schedule, workers: np.ndarray) -> np.ndarray:
@@ -248,14 +248,16 @@ def _flat(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([part.ravel() for part in parts])
 
 
-def _actions(schedule: Schedule, stages: np.ndarray, distances: int) -> Row:
+def _actions(
+    schedule: Schedule, clock: np.ndarray, stages: np.ndarray, distances: int
+) -> Row:
     """The rows with their actions, before slots are assigned."""
-    shape = (schedule.clocks, schedule.workers)
+    shape = (int(clock.max()) + 1, schedule.workers)
     tables = [np.full(shape, NOTHING, np.int32) for _ in Row._fields[:-1]]
     tables.append(np.full((*shape, distances), NOTHING, np.int32))
     row = Row._make(tables)
     columns = schedule.columns
-    place = schedule.clock, columns.worker_of_each()
+    place = clock, columns.worker_of_each()
     split = schedule.split[columns.stage, columns.micro_batch]
     row.kind[place] = np.where((columns.kind == B) & split, INPUTS, columns.kind)
     chunk = np.empty(stages.size, np.int32)

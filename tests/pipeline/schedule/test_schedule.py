@@ -36,12 +36,6 @@ def refused(made, rule, worker, action, match):
     assert found == (rule, worker, action)
 
 
-def at(programs, clock):
-    """A schedule whose actions have the given clocks."""
-    flat = np.array([c for row in clock for c in row])
-    return replace(Schedule.of(programs), given_clock=flat)
-
-
 def test_complete_a_missing_backward_pass():
     programs = [["0F0", "0F1", "0B0"], ["1F0", "1B0", "1F1", "1B1"]]
     refused(programs, "complete", 0, "0B1", "is missing")
@@ -65,7 +59,6 @@ def test_complete_on_the_wrong_worker():
 
 def test_complete_beyond_the_last_micro_batch():
     schedule = replace(Schedule.of([["0F0", "0F1", "0B0", "0B1"]]), micro_batches=1)
-    schedule = replace(schedule, given_clock=np.arange(4))
     refused(schedule, "complete", 0, "0F1", "1 stages, 1 batches")
 
 
@@ -77,7 +70,7 @@ def test_complete_what_no_table_holds(action):
         stage, kind, micro = "0", "F", "-1"
     last = Action(kind, int(stage), int(micro))
     columns = Columns.of([[Action("F", 0, 0), Action("B", 0, 0), last]])
-    schedule = Schedule("mine", 1, ((0,),), columns, given_clock=np.arange(3))
+    schedule = Schedule("mine", 1, ((0,),), columns)
     refused(schedule, "complete", 0, action, "is not one of 1 stages, 1 batches")
 
 
@@ -115,31 +108,10 @@ def test_numbers_beyond_reason():
         schedule.validate()
 
 
-def test_one_action_two_at_one_clock():
-    clock = [[0, 1, 3, 3], [1, 2, 4, 5]]
-    programs = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-    refused(at(programs, clock), "one action", 0, "0B1", "clock of its own")
-
-
-def test_one_action_before_the_first_clock():
-    schedule = at([["0F0", "0B0"]], [[-1, 0]])
-    refused(schedule, "one action", 0, "0F0", "clock of its own")
-
-
-@pytest.mark.parametrize(
-    ("programs", "clock", "worker", "action", "match"),
-    [
-        ([["0F0", "0B0"], ["1F0", "1B0"]], [[1, 3], [1, 2]], 1, "1F0", "stage before"),
-        ([["0F0", "0B0"], ["1F0", "1B0"]], [[0, 2], [1, 2]], 0, "0B0", "stage after"),
-        ([["0B0", "0F0"]], [[0, 1]], 0, "0B0", "its own F"),
-        ([["0F0", "0W0", "0B0"]], [[0, 1, 2]], 0, "0W0", "its own B"),
-    ],
-)
-def test_dependencies(programs, clock, worker, action, match):
-    columns = Columns.of([[Action.parse(a) for a in p] for p in programs])
-    stages, flat = int(columns.stage.max()) + 1, np.array([c for p in clock for c in p])
-    schedule = Schedule("", 1, tuple((j,) for j in range(stages)), columns, flat)
-    refused(schedule, "dependencies", worker, action, match)
+def test_dependencies():
+    refused([["0F0", "0W0", "0B0"]], "dependencies", 0, "0W0", "its own B")
+    programs = [["0F0", "0F1", "0B0", "0W1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    refused(programs, "dependencies", 0, "0W1", "its own B")
 
 
 def test_dependencies_in_a_circle():
@@ -175,8 +147,6 @@ def test_an_idle_worker_between_others():
     assert schedule.peak_activations == schedule.peak_in_flight == (1, 0, 0, 1, 0)
     assert [schedule.columns.worker(i) for i in range(4)] == [0, 0, 3, 3]
     assert schedule.columns.worker_of_each().tolist() == [0, 0, 3, 3]
-    late = at(programs, [[0, 3], [], [], [1, 1], []])
-    refused(late, "one action", 3, "1B0", "clock of its own")
     assert str(schedule).splitlines()[2] == "worker 2 |  .   .   .   ."
 
 
@@ -279,7 +249,6 @@ def test_schedules_are_equal_by_content():
 @pytest.mark.parametrize(
     "change",
     [
-        {"given_clock": np.array([0, 1, 3, 4, 6, 1, 2, 3, 4, 5])},
         {"placement": ((0,), (1, 1))},
         {"update_policy": UpdatePolicy()},
         {"micro_batches": 3},
@@ -302,11 +271,7 @@ def test_columns_are_small_and_the_callers_arrays_stay_his():
     assert [str(array.dtype) for array in found] == ["uint8", "int32", "int32", "int64"]
     assert not any(array.flags.writeable for array in found)
     assert all(array.flags.writeable for array in given)
-    clock = np.array([0, 1])
-    schedule = replace(Schedule.of([["0F0", "0B0"]]), given_clock=clock)
-    assert not schedule.clock.flags.writeable
-    clock[1] = 5
-    assert schedule.clock.tolist() == [0, 1]
+    assert not Schedule.of([["0F0", "0B0"]]).clock.flags.writeable
 
 
 def test_clocks_stand_below_each_other():
