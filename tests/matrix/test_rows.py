@@ -29,7 +29,7 @@ def test_every_strategy_has_its_rows():
     """By the family's name; those of one family do not hide another's."""
     names = strategies()
     families = Counter(name.split()[0] for name in names)
-    assert families == {"data_parallel": 20, "pipeline": 35, "autograd": 5}
+    assert families == {"data_parallel": 19, "pipeline": 34, "autograd": 5}
 
 
 def test_the_table_of_schedules_over_meshes_is_whole():
