@@ -332,6 +332,12 @@ class Reference:
             rows += own
         return agreed(Report(rows, self._oracle, notes + looseness(rows)), peers)
 
+    def undecided(self) -> tuple[int, ...]:
+        """The examples of the batch whose decisions rounding may turn."""
+        choices = list(self._measured.values())[-1].choices()
+        own = sorted(choices.examples) if choices.factor == 1 else []
+        return tuple(own if choices.rows is None else choices.rows[own].tolist())
+
     def _measure(self, more: int) -> Measured:
         if more not in self._measured:
             measured = self._loss.measure(

@@ -155,7 +155,9 @@ class Perturbation:
         if self.observer is None:
             return operands[0]
         position = (*self.loops, next(self._places))
-        return self.observer(name, position, [as_pair(x, self) for x in operands])
+        found = self.observer(name, position, [as_pair(x, self) for x in operands])
+        # An integer is decided by the rounded side.
+        return found if has_sides(found.wide) else found.wide
 
     def errors(self, like: Array, unit: float) -> Array | None:
         """unit d for each entry of an array, in its dtype."""

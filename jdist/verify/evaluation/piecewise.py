@@ -734,7 +734,7 @@ def _tapped(
     *_, here = noise
     pairs = [_with_sides(x, form) for x in given]
     found = observer(equation.own.params["name"], here, pairs)
-    return dict.fromkeys(piece.outputs, found)
+    return dict.fromkeys(piece.outputs, found if has_sides(found.wide) else found.wide)
 
 
 def _literal(atom: Literal) -> jax.Array:

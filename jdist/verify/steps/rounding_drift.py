@@ -109,8 +109,7 @@ def drift(
                     when = f"{t} of {len(gradients)}"
                     references[name] = each.judged(references[name], when)
     rows = tuple(row for each in live.values() for row in each.rows)
-    notes = tuple(note for each in live.values() for note in each.notes)
-    return Report(rows, notes=notes)
+    return Report(rows, notes=tuple(x for own in live.values() for x in own.notes))
 
 
 def _check(

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, overload
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ from jdist.verify.steps.attribution import (
     bare,
     within,
 )
-from jdist.verify.steps.reference_step import ReferenceStep, Step, named_state
+from jdist.verify.steps.reference_step import ReferenceStep, named_state
 from jdist.verify.steps.tapped_values import VALUES, shown_values
 from jdist.verify.steps.trajectory import Moment, Training, trajectory
 from jdist.verify.tracing import TapRecord, TapRecording
@@ -69,30 +69,6 @@ class Trained(NamedTuple):
     gradient: PyTree = None
 
 
-@overload
-def step(
-    loss_fn: Callable[..., Any],
-    update: Callable[[Any, Any, Any], tuple[Any, Any]],
-    state: tuple[Any, ...],
-    batches: Sequence[Any],
-    candidates: Mapping[str, Callable[..., Any]],
-    *,
-    weights: Sequence[Any] | None = None,
-    reduction: str = "mean",
-    accumulation: DTypeLike | None = None,
-    timeout: float = TIMEOUT,
-) -> Report: ...
-@overload
-def step(
-    step_fn: Step | Mapping[str, Step],
-    reference_step: Step,
-    state: PyTree,
-    batches: Sequence[Any],
-    /,
-    *,
-    accumulation: DTypeLike | None = None,
-    timeout: float = TIMEOUT,
-) -> Report: ...
 def step(  # noqa: PLR0913 - options, by keyword
     loss_fn: Any,
     update: Callable[..., Any],
@@ -191,28 +167,6 @@ def step(  # noqa: PLR0913 - options, by keyword
         return agreed(_report(_reference(problem, options), peers, named), peers)
 
 
-@overload
-def step_judge(
-    loss_fn: Callable[..., Any],
-    update: Callable[[Any, Any, Any], tuple[Any, Any]],
-    state: tuple[Any, ...],
-    batches: Sequence[Any],
-    *,
-    weights: Sequence[Any] | None = None,
-    reduction: str = "mean",
-    accumulation: DTypeLike | None = None,
-    timeout: float = TIMEOUT,
-) -> Callable[[Mapping[str, Callable[..., Any]]], Report]: ...
-@overload
-def step_judge(
-    reference_step: Step,
-    state: PyTree,
-    batches: Sequence[Any],
-    /,
-    *,
-    accumulation: DTypeLike | None = None,
-    timeout: float = TIMEOUT,
-) -> Callable[[Step | Mapping[str, Step]], Report]: ...
 def step_judge(
     loss_fn: Any,
     update: Any,

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jdist._compat import equations_in
 from jdist._errors import quoted, requirement
+from jdist._tree import is_inexact
 from jdist.verify.bound import Limit, in_double
 from jdist.verify.evaluation import Observer, Position, PrecisionPair
 from jdist.verify.tracing import TapRecord, TapRecording
@@ -68,6 +69,8 @@ class SeenValues:
             name: str, position: Position, given: Sequence[PrecisionPair]
         ) -> PrecisionPair:
             value = given[0]
+            if not is_inexact(value.rounded):
+                return value  # Its results tell.
             at = jnp.stack([jnp.asarray(p, jnp.int32) for p in position])
             # The wide side passes on: results are made of it, so the tap is kept.
             sides = value.wide, value.rounded

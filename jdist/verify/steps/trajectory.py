@@ -31,14 +31,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.arguments import check_references
-from jdist.verify.bound import (
-    EXTRA,
-    Limit,
-    confidence,
-    in_double,
-    unit_roundoff,
-    wide_of,
-)
+from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.evaluation import (
     Choice,
     Perturbation,
@@ -308,8 +301,9 @@ def changed(
     leaves, structure = jax.tree.flatten(tree)
     floating = [number for number, x in enumerate(leaves) if is_inexact(x)]
     for number, move in change.items():
-        own = leaves[number]
-        leaves[number] = jnp.asarray((in_double(own) + move).astype(own.dtype))
+        own = np.asarray(leaves[number])
+        wide = own.astype(wide_of(own.dtype)) + move
+        leaves[number] = jnp.asarray(wide.astype(own.dtype))
     moved = [x + change.get(n, 0.0) for x, n in zip(others, floating, strict=False)]
     return jax.tree.unflatten(structure, leaves), moved
 

@@ -23,8 +23,8 @@ from jdist.verify.measure import Counted, ReducedLoss
 from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_device
 from jdist.verify.report import Report
-from jdist.verify.tracing.recording import TapRecording
-from jdist.verify.tracing.reference import passages
+from jdist.verify.tracing.recording import TapRecord, TapRecording
+from jdist.verify.tracing.reference import Passage, passages
 from jdist.verify.tracing.report import Difference, Trace, ranges
 from jdist.verify.tracing.search import Findings, search
 from jdist.verify.tracing.shares import example_gradients, shares
@@ -164,7 +164,7 @@ def trace_judge(
         with joined(TIMEOUT) as peers, on_one_device(given):
             report = reference.judge({NAME: _recorded(candidate, first, peers)}, peers)
             (recording, result), *_ = first
-            findings = search(own, recording.records, w > 0, peers)
+            findings = _searched(own, recording.records, w, reference, peers)
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
@@ -181,6 +181,26 @@ def trace_judge(
         return Trace(report, difference, tuple(findings.right), tuple(notes))
 
     return judge
+
+
+def _searched(
+    passages: Sequence[Passage],
+    records: Sequence[TapRecord],
+    weights: np.ndarray,
+    reference: Reference,
+    peers: Peers,
+) -> Findings:
+    """The findings, where a tap differs without the examples that rounding decides."""
+    findings = search(passages, records, weights > 0, peers)
+    difference = findings.difference
+    free = reference.undecided() if difference else ()
+    if difference and {*free} & {*difference.examples}:
+        # Where a decision differs, so do all values behind it.
+        others = (weights > 0) & ~np.isin(np.arange(len(weights)), free)
+        findings = search(passages, records, others, peers)
+        words = f"examples {ranges(free)} have decisions within rounding"
+        findings.notes.append(f"{words}: their taps are not compared")
+    return findings
 
 
 def _recorded(

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
 from jdist._compat import double_precision, equations_in
-from jdist._tree import PyTree
+from jdist._tree import PyTree, is_inexact
 from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.evaluation import (
     BOTH,
@@ -42,6 +42,9 @@ from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import TapRecording
 
 DRAWS = 32
+
+APART = 0.25
+"""Less than half of the distance of two integers: they are right or wrong."""
 
 HEADS = 4
 """Maximum number of scalar values whose share of each cotangent is found: each costs a
@@ -81,6 +84,11 @@ class Passage:
     forward: Rows
     backward: Rows | None
     through: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def decides(self) -> bool:
+        """Whether the value is of integers, which many examples may have in common."""
+        return bool((self.forward.bounds == APART).all())
 
     def with_cotangents(self, other: "Passage", rows: np.ndarray) -> "Passage":
         """The passage with the cotangents of another, whose examples are these rows."""
@@ -203,7 +211,8 @@ def _heads(
             name, value = each.params["name"], cast(ShapedArray, each.invars[0].aval)
             own = Layout(value.shape, None, 1)
             layout = where.get((name, value.shape), own)
-            if layout.axis is None and math.prod(layout.shape) == 1:
+            single = layout.axis is None and math.prod(layout.shape) == 1
+            if single and is_inexact(value):
                 names.append(name)
     return tuple(dict.fromkeys(names))[:HEADS]
 
@@ -227,13 +236,15 @@ class _Seen:
     ) -> PrecisionPair:
         """Passes a tap on: a value, or a cotangent and its value."""
         number, *place = position
-        own = given[0]
+        own, sided = given[0], is_inexact(given[0].wide)
         sides = [x for pair in given for x in (pair.rounded, pair.wide)]
-        if own.rounded is None:
+        if own.rounded is None or not sided:
             sides = [pair.wide for pair in given]
         at = jnp.stack([jnp.asarray(x, jnp.int32) for x in place])
         run = jnp.asarray(number, jnp.int32)
         shown = show(*sides, at, run, name=name, receive=self.receive)
+        if not sided:
+            return PrecisionPair(shown, shown)
         if own.rounded is not None:
             return replace(own, rounded=shown)
         if len(given) > 1 and name in self.heads:
@@ -248,6 +259,8 @@ class _Seen:
         own, number = tuple(place.tolist()), int(run)
         with self._lock:
             if number == 0:
+                # Of an integer both sides are one.
+                sides = sides if len(sides) > 1 else sides * 2
                 key = own, name, len(sides) > 2
                 self._first[key] = sides
                 self._squares[key] = np.zeros_like(np.abs(sides[1]))
@@ -310,6 +323,9 @@ class _Seen:
     def _rows(self, key: Any, layout: Layout, accumulation: DTypeLike | None) -> Rows:
         """The rows of the first value at a position, over all draws."""
         shown = self._first[key][0]
+        if not is_inexact(shown):
+            rows = _split(layout, shown).astype(float)
+            return Rows(rows, np.full_like(rows, APART))
         rounded, exact = map(finite_part, self._first[key][:2])
         squares = self._squares[key]
         drift = rounded.astype(exact.dtype) - exact

@@ -260,7 +260,7 @@ def _forward(
         every = np.ones(len(passage.forward.values), bool) if whole else counted
         present: dict[str, set[int]] = {}
         shown: dict[str, set[str]] = {}
-        for told in peers.exchange([_told(own, place) for own in owns]):
+        for told in peers.exchange([_told(own, place, orders) for own in owns]):
             for part, examples, digests in told:
                 present.setdefault(part, set()).update(examples)
                 shown.setdefault(part, set()).update(digests)
@@ -299,7 +299,7 @@ def _forward(
     return None
 
 
-def _told(own: Aligned, place: int) -> tuple[str, list[int], list[str]]:
+def _told(own: Aligned, place: int, orders: Orders) -> tuple[str, list[int], list[str]]:
     """The examples of which a part has been seen, and digests of values of the batch.
 
     What does not depend on the batch, such as a parameter, is the same in all calls.
@@ -310,8 +310,30 @@ def _told(own: Aligned, place: int) -> tuple[str, list[int], list[str]]:
     whole = own.passage_at(place).layout.axis is None
     digests = set(map(_digest, passed.values)) if whole else set()
     # Not by its class: an example's own value has to be there.
-    found = np.flatnonzero(own.seen_at(place, backward=backward)).tolist()
-    return str(own.part), found, sorted(digests)
+    seen = own.seen_at(place, backward=backward)
+    if own.passage_at(place).decides:
+        rows = _in_order(own, place, orders)
+        seen = seen & ~np.isin(np.arange(len(seen)), list(rows))
+    return str(own.part), np.flatnonzero(seen).tolist(), sorted(digests)
+
+
+def _in_order(own: Aligned, place: int, orders: Orders) -> dict[int, int]:
+    """The wrong rows of decisions, by example, in the order of the tap before."""
+    passed, wrong = own.forward, dict[int, int]()
+    for device, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
+        tried = [
+            (int(same.sum()), p == place, order, same)
+            for there, order in orders
+            if there == device and len(order) == len(rows)
+            for p in own.places
+            for wanted in [own.passage_at(p).forward.values[list(order)]]
+            for same in [(passed.values[rows] == wanted).all(axis=1)]
+        ]
+        # The call is of the passage and the examples with which it agrees most.
+        if tried and (best := max(tried, key=lambda x: x[:2]))[1]:
+            _, _, order, same = best
+            wrong.update((order[i], int(rows[i])) for i in np.flatnonzero(~same))
+    return wrong
 
 
 def _digest(row: np.ndarray) -> str:
@@ -362,7 +384,10 @@ def _wrong_values(
 ) -> Difference:
     passage = aligned.passage_at(place)
     examples = tuple(missing) if passage.layout.axis is not None else ()
-    rows = _assigned(passage, aligned, place, missing, orders)
+    if passage.decides:
+        rows = _in_order(aligned, place, orders)
+    else:
+        rows = _assigned(passage, aligned, place, missing, orders)
     if not rows:
         return Difference("forward", passage.label, examples, float("inf"), ABSENT)
     known = sorted(rows)

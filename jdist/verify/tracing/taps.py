@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdist._errors import quoted, requirement
-from jdist._tree import PyTree, is_inexact, path_of
+from jdist._tree import PyTree, path_of
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import Delivery, MeshAxis, under_way
 
@@ -25,7 +25,8 @@ def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
     these axes do not exist, as on one device, they are ignored.
 
     Args:
-      x: Array or pytree of arrays, of any shapes. Its floating leaves are marked.
+      x: Array or pytree of arrays, of any shapes. Its floating leaves are marked, and
+        its integers, such as the experts that are chosen.
       name: The value's name, such as "block3/attention". It may occur again: in a
         loop, or where a layer is called twice. Leaves of a tree get their paths added.
       **axes: Mesh axes to the dimension that is divided over them, in equal blocks in
@@ -59,7 +60,8 @@ def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
         return x
 
     def marked(keys: tuple[Any, ...], leaf: PyTree) -> PyTree:
-        if not (hasattr(leaf, "dtype") and is_inexact(leaf)):
+        shown = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number)
+        if not shown:
             return leaf
         own = f"{name}/{path_of(keys)}" if keys else name
         mesh = _mesh_axes(axes, jnp.ndim(leaf))
