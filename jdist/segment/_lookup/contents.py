@@ -294,7 +294,7 @@ class _Reader:
         if self._settled:
             return read(thing)
         self.places.append(SameObject(thing[0] if type(thing) is tuple else thing))
-        return self.guards.see(guards.in_things, (read, thing))
+        return self.guards.see(read, thing)
 
     def _first_time(self, part: str, met: Hashable, held: object) -> bool:
         """Whether it was not met yet; later its number stands for it."""
@@ -320,12 +320,12 @@ class _Reader:
         cells = fn.__closure__ or ()
         if not fixed:
             self.places.append(SameObject(fn))
-            self.guards.see(guards.in_functions, fn)
+            self.guards.see_function(fn)
             if fn.__kwdefaults__:
                 self._see(guards.in_mapping, fn.__kwdefaults__)
             self._globals(fn)
             for cell in cells:
-                self.guards.see(guards.in_cells, cell)
+                self.guards.see_cell(cell)
         whole: set[Path] = {()}
         for name, value in _defaults(fn).items():
             self._value(f"default of `{name}`", value)
@@ -348,8 +348,8 @@ class _Reader:
     def _globals(self, fn: types.FunctionType) -> None:
         """Reads the globals that code names; notes what it reads beside them."""
         reads, names = reads_of(fn.__code__), fn.__globals__
-        found = self.guards.see(guards.at_names, (names, tuple(reads.names)))
-        for (name, paths), value in zip(reads.names.items(), found, strict=True):
+        for name, paths in reads.names.items():
+            value = self.guards.see_name(names, name)
             if value is MISSING and name in _BEYOND:
                 self.unread.append(f"what `{name}` gives")
             self._variable("global", name, value, paths)
@@ -373,7 +373,7 @@ class _Reader:
     def _attribute(self, part: str, value: object, path: Path) -> None:
         """Reads `value.a.b`, without running code of the user's."""
         if path and isinstance(value, types.ModuleType) and not _fixed(value):
-            (found,) = self.guards.see(guards.at_names, (vars(value), path[:1]))
+            found = self.guards.see_name(vars(value), path[0])
             if found is MISSING:
                 self._not_read(part, value)
             else:

@@ -2,8 +2,8 @@
 
 To read all that in every call would take longer than a small step. Where it is read
 once, each thing that may change is noted with what was found there. The check reads
-these things again, kind by kind, and compares by identity; NumPy arrays, which can be
-written to, by their bytes.
+these things again and compares by identity; NumPy arrays, which can be written to, by
+their bytes.
 """
 
 import functools
@@ -11,13 +11,12 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
 from operator import is_
 from typing import Any
 
 import numpy as np
 
-Read = Callable[[Any], Iterable[Any]]
+Read = Callable[[Any], tuple[Any, ...]]
 """Finds all that a function can read at one thing."""
 
 MISSING = object()
@@ -27,21 +26,37 @@ MISSING = object()
 class Guards:
     """What was found at each thing that may change."""
 
-    __slots__ = ("_arrays", "_kinds")
+    __slots__ = ("_arrays", "_cells", "_functions", "_names", "_things")
 
     def __init__(self) -> None:
-        # By function that reads many things of one kind: the things, and what was found
-        # at all of them together.
-        self._kinds: dict[Callable[[list[Any]], list[Any]], tuple[list[Any], ...]] = {}
+        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._functions: list[tuple[Any, ...]] = []
+        self._things: list[tuple[Read, Any, tuple[Any, ...]]] = []
         self._arrays: list[tuple[np.ndarray, tuple[Any, ...]]] = []
 
-    def see(self, read: Callable[[list[Any]], list[Any]], owner: Any) -> list[Any]:
-        """Notes and returns what `read([owner])` finds."""
-        owners, found = self._kinds.setdefault(read, ([], []))
-        now = read([owner])
-        owners.append(owner)
-        found += now
-        return now
+    def see_name(self, space: Mapping[str, Any], name: str) -> Any:
+        """Notes and returns a global variable, or one of a module."""
+        found = space.get(name, MISSING)
+        self._names.append((space, name, found))
+        return found
+
+    def see_cell(self, cell: types.CellType) -> Any:
+        """Notes and returns the value of a closure's variable."""
+        found = _in_cell(cell)
+        self._cells.append((cell, found))
+        return found
+
+    def see_function(self, fn: types.FunctionType) -> None:
+        """Notes code, defaults (not those of keywords, in a dict) and attributes."""
+        fixed = fn.__code__, fn.__defaults__, fn.__kwdefaults__
+        self._functions.append((fn, *fixed, _attributes(fn)))
+
+    def see(self, read: Read, thing: Any) -> tuple[Any, ...]:
+        """Notes and returns what `read(thing)` finds."""
+        found = read(thing)
+        self._things.append((read, thing, found))
+        return found
 
     def see_array(self, array: np.ndarray) -> None:
         """Notes the bytes of an array."""
@@ -49,60 +64,54 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether the same objects, and arrays of the same bytes, are still there."""
-        for read, (owners, found) in self._kinds.items():
-            now = read(owners)
-            if len(now) != len(found) or not all(map(is_, now, found)):
+        # Plain loops, without a list or a call where that can be: after a program has
+        # run, all that Python does takes several times as long as in a loop of its own.
+        for space, name, found in self._names:
+            if space.get(name, MISSING) is not found:
+                return False
+        for cell, found in self._cells:
+            if _in_cell(cell) is not found:
+                return False
+        for fn, code, defaults, keywords, own in self._functions:
+            if (
+                fn.__code__ is not code
+                or fn.__defaults__ is not defaults
+                or fn.__kwdefaults__ is not keywords
+                or ((own or fn.__dict__) and not _same(_attributes(fn), own))
+            ):
+                return False
+        for read, thing, found in self._things:
+            if not _same(read(thing), found):
                 return False
         # Most functions read none, and a generator would cost as much as all the rest.
         return not self._arrays or all(_bytes_of(x) == was for x, was in self._arrays)
+
+
+def _same(now: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+    return len(now) == len(found) and all(map(is_, now, found))
 
 
 def _bytes_of(array: np.ndarray) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.tobytes()
 
 
-# --- what can be read at things of one kind ---
+# --- what can be read at a thing ---
 
 
-def at_names(owners: list[tuple[Mapping[str, Any], Iterable[str]]]) -> list[Any]:
-    """Global variables, or those of a module, by namespace and names."""
-    missing = repeat(MISSING)
-    return [x for space, names in owners for x in map(space.get, names, missing)]
-
-
-def in_cells(cells: list[types.CellType]) -> list[Any]:
+def in_cells(cells: Iterable[types.CellType]) -> list[Any]:
     """The values of closures' variables."""
-    try:
-        return [cell.cell_contents for cell in cells]
-    except ValueError:  # A variable that is not assigned.
-        return [_in_cell(cell) for cell in cells]
+    return list(map(_in_cell, cells))
 
 
 def _in_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:
+    except ValueError:  # A variable that is not assigned.
         return MISSING
 
 
-def in_functions(functions: list[types.FunctionType]) -> list[Any]:
-    """Their code, defaults (not those of keywords, in a dict) and attributes."""
-    return [
-        x
-        for fn in functions
-        for x in (
-            fn.__code__,
-            fn.__defaults__,
-            fn.__kwdefaults__,
-            *fn.__dict__,
-            *fn.__dict__.values(),
-        )
-    ]
-
-
-def in_things(owners: list[tuple[Read, Any]]) -> list[Any]:
-    """What each `read(thing)` finds."""
-    return [x for read, thing in owners for x in read(thing)]
+def _attributes(fn: types.FunctionType) -> tuple[Any, ...]:
+    return *fn.__dict__, *fn.__dict__.values()
 
 
 def at_name(named: tuple[object, str]) -> tuple[Any, ...]:
