@@ -192,7 +192,7 @@ class _Taken(NamedTuple):
 
 
 class _Begin(NamedTuple):
-    """The begin of one of the reference's steps.
+    """Where one of the reference's steps begins.
 
     Attributes:
       programs: Of gradient and update; what counts and measures a batch.
