@@ -258,12 +258,29 @@ def size_rows(sizes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 def pictures(
     times: Mapping[str, Any], counts: Mapping[str, Mapping[str, list[int]]]
 ) -> list[Picture]:
-    """The sweep, if steps were timed."""
+    """The number of collectives and, if steps were timed, the sweep."""
+    caption = "Collectives of a step by cap, as XLA compiles it."
+    counted = Picture("collectives", caption, plot_counts(counts))
     if not times:
-        return []
+        return [counted]
     caption = "Step time on two pinned processes by cap; beside each point the number "
     caption += "of collectives, dashed the computation alone."
-    return [Picture("caps", caption, plot_caps(times, counts))]
+    return [counted, Picture("caps", caption, plot_caps(times, counts))]
+
+
+def plot_counts(counts: Mapping[str, Mapping[str, list[int]]]) -> Figure:
+    """The number of collectives over caps, a line for each model."""
+    figure, axes = plt.subplots(figsize=(5, 3.4))
+    for name, by_cap in counts.items():
+        axes.plot([pair[1] for pair in by_cap.values()], "o-", label=name)
+    caps = list(next(iter(counts.values())))
+    shown = ["default" if cap == "null" else cap for cap in caps]
+    axes.set_xticks(range(len(caps)), shown, rotation=45)
+    axes.set_xlabel("cap, MiB")
+    axes.set_ylabel("collectives")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
 
 
 def plot_caps(

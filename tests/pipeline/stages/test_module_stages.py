@@ -1,7 +1,6 @@
 """Modules, a map and a plan, put together into stages."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +100,8 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
     made = stages_from_modules(own, read)
     assert len(made.stages) == len(plan.stages) > 1
     assert [tuple(p) for p in made.params] == [stage.layers for stage in plan.stages]
-    written = json.loads((tmp_path / "plan.json").read_text())["module_to_stage_map"]
-    by_hand = stages_from_modules(own, written)
+    numbers = [i for i, stage in enumerate(plan.stages) for _ in stage.layers]
+    by_hand = stages_from_modules(own, numbers)
     batches = [
         {"x": rng.normal(size=(4, 3)), "target": rng.normal(size=(4, 2))}
         for _ in range(5)
