@@ -102,6 +102,9 @@ TOGETHER = 2**21
 # multiplications it is four times slower, at a hundred times as many a hundred times.
 CONVOLVED = 2**17
 
+# Below the distance of two integers: a choice among them is right or wrong.
+BETWEEN = 0.5
+
 # Number of undecided examples that a note lists.
 LISTED = 6
 
@@ -136,7 +139,7 @@ class Choices(NamedTuple):
         if own is None:
             return limit
         if limit is None:
-            limit = Limit(np.full(own.total.shape, 0.5), np.abs(own.total))
+            limit = Limit(np.full(own.total.shape, BETWEEN), np.abs(own.total))
         entries = own.total.size
         explained = choices_bound(entries, NATURAL, own.total, own.largest, own.square)
         norms = own.total_norm, own.largest_norm, own.square_norm
@@ -180,7 +183,9 @@ class Choices(NamedTuple):
             own, other, limit = wanted[path], found.get(path), limits[path]
             if other is not None and np.shape(other) == np.shape(own):
                 # An entry without a bound decides about no choice.
-                bound = np.full(np.shape(own), 0.5 if limit is None else limit.bound)
+                bound = np.full(
+                    np.shape(own), BETWEEN if limit is None else limit.bound
+                )
                 bounds[number] = bound = np.where(bound > 0, bound, np.inf)
                 error = in_double(other) - in_double(own)
                 errors[number] = np.where(np.isfinite(bound), error, 0)
@@ -463,7 +468,7 @@ class LossPrograms:
         pieces, together = self._examples_program(params, batch, shares)
         factor, drawn = magnified(pieces.program), drawn_form(pieces.program)
         self.unit = unit_roundoff(drawn.wider("float32"))
-        twofold = pieces.decides or not rounds_as_drawn(pieces.program)
+        twofold = pieces.deciding > 0 or not rounds_as_drawn(pieces.program)
         found = _Examples(pieces, drawn, factor, params, together > 1, twofold)
         losses = np.zeros(max(shares.size, 1))
         groups = -(-losses.size // together)
@@ -807,7 +812,7 @@ class _Examples:
         """Compiles the pieces of a draw on another thread, the first time."""
         # Decisions are not known yet, and a mesh that is set is that of its thread.
         on_mesh = not jax.sharding.get_abstract_mesh().empty
-        if self._sums or self._pieces.decides or on_mesh:
+        if self._sums or self._pieces.deciding or on_mesh:
             yield
             return
 

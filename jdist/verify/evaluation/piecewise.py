@@ -185,7 +185,6 @@ class Pieces:
       largest: The number of entries of its largest value.
       tiny: Whether its values are so small that it is over at once.
       missed: Primitives whose rounding could not be measured.
-      decides: Whether a run on one side has to be told decisions.
       decisions: The primitives whose decisions a free run makes for itself.
     """
 
@@ -214,7 +213,6 @@ class Pieces:
         )
         self._pieces = cut(_APART if whole else _ALONE)
         self.tiny = whole and self.largest <= TINY
-        self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
         free = [i for i, piece in enumerate(self._pieces) if piece.decisions]
@@ -222,6 +220,11 @@ class Pieces:
         self._abandoned = False
         self._pool: np.ndarray | None = None
         self._placed: jax.Array | None = None
+
+    @property
+    def deciding(self) -> int:
+        """The number of pieces that a run on one side has to be told decisions for."""
+        return sum(piece.decides for piece in self._pieces)
 
     def run(
         self,
@@ -307,7 +310,7 @@ class Pieces:
             found = compiled.run(noise, _flat(operands), before)
         except RoundedSideNeeded:
             # What JAX does not evaluate in float64 is as the rounded side has it.
-            piece.decides = self.decides = True
+            piece.decides = True
             raise
         self.missed |= compiled.missed
         return dict(zip(piece.outputs, _values(found, compiled.kinds), strict=True))
@@ -338,7 +341,7 @@ class Pieces:
         self, inputs: Sequence[Value], recording: Recording | None = None
     ) -> list[PrecisionPair]:
         """The results in float64, and a rounded side where the program decides."""
-        if not self.decides:
+        if not self.deciding:
             try:
                 return self.run(inputs, EXACT, recording=recording)
             except RoundedSideNeeded:

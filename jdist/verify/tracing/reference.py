@@ -6,7 +6,6 @@ rounding would. Every tap shows its value. The entries of one example are a row,
 each row has a bound like a leaf's (`bound`), of a sum of one term.
 """
 
-import contextlib
 import math
 import threading
 from collections import Counter, defaultdict
@@ -195,9 +194,13 @@ def _evaluate(
                 advance()
 
         while True:
-            # The pieces have learnt what has no float64, and record more of run 0.
-            with contextlib.suppress(RoundedSideNeeded):
+            known = pieces.deciding
+            try:
                 return run()
+            except RoundedSideNeeded:
+                # A piece has no float64: run 0 has to record what it is given.
+                if pieces.deciding == known:
+                    raise
 
 
 def _heads(
@@ -236,41 +239,43 @@ class _Seen:
     ) -> PrecisionPair:
         """Passes a tap on: a value, or a cotangent and its value."""
         number, *place = position
-        own, sided = given[0], is_inexact(given[0].wide)
-        sides = [x for pair in given for x in (pair.rounded, pair.wide)]
-        if own.rounded is None or not sided:
-            sides = [pair.wide for pair in given]
+        own = given[0]
+        # Both sides of each, in every run: in a loop a value without sides of its own
+        # has two beside others that have one.
+        sides = [
+            side
+            for x in given
+            for side in (x.wide if x.rounded is None else x.rounded, x.wide)
+        ]
         at = jnp.stack([jnp.asarray(x, jnp.int32) for x in place])
         run = jnp.asarray(number, jnp.int32)
         shown = show(*sides, at, run, name=name, receive=self.receive)
-        if not sided:
-            return PrecisionPair(shown, shown)
+        found = replace(own, wide=shown)
         if own.rounded is not None:
-            return replace(own, rounded=shown)
+            # Whichever side is used further on, the tap is kept.
+            rounded, wide = jax.lax.optimization_barrier((shown, own.wide))
+            found = replace(own, rounded=rounded, wide=wide)
         if len(given) > 1 and name in self.heads:
             kept = number != DRAWS + 1 + self.heads.index(name)
-            shown = jnp.where(kept, shown, jnp.zeros_like(shown))
-        return replace(own, wide=shown)
+            found = _where(kept, found)
+        return found
 
     def receive(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
         """Stores one passage of a run."""
         del axes
         *sides, place, run = arrays
-        own, number = tuple(place.tolist()), int(run)
+        key, number = (tuple(place.tolist()), name, len(sides) > 2), int(run)
+        wide = sides[1]
         with self._lock:
             if number == 0:
-                # Of an integer both sides are one.
-                sides = sides if len(sides) > 1 else sides * 2
-                key = own, name, len(sides) > 2
                 self._first[key] = sides
-                self._squares[key] = np.zeros_like(np.abs(sides[1]))
+                self._squares[key] = np.zeros_like(np.abs(wide))
                 return
-            key = own, name, len(sides) > 1
             exact = self._first[key][1]
             if number > DRAWS:
-                self._without[key][number - DRAWS - 1] = sides[0]
+                self._without[key][number - DRAWS - 1] = wide
             else:
-                error = finite_part(sides[0]).astype(exact.dtype) - finite_part(exact)
+                error = finite_part(wide).astype(exact.dtype) - finite_part(exact)
                 self._squares[key] += np.abs(error) ** 2
 
     def passages(
@@ -344,6 +349,16 @@ class _Seen:
             for total, size, error, spread, _ in zip(*parts, strict=True)
         ]
         return Rows(parts[-1].astype(exact.dtype), np.stack(bounds))
+
+
+def _where(kept: bool | jax.Array, pair: PrecisionPair) -> PrecisionPair:
+    """The value where it is kept, and else 0, on each side that it has."""
+
+    def one(side: jax.Array) -> jax.Array:
+        return jnp.where(kept, side, jnp.zeros_like(side))
+
+    rounded = None if pair.rounded is None else one(pair.rounded)
+    return replace(pair, rounded=rounded, wide=one(pair.wide))
 
 
 def _split(layout: Layout, array: np.ndarray) -> np.ndarray:

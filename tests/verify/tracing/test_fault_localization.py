@@ -423,6 +423,39 @@ def test_what_has_no_float64_is_as_the_program_rounds(rng):
     assert (other.difference.direction, other.difference.tap) == ("forward", "aside")
 
 
+def test_values_in_a_loop_that_depend_on_no_input_are_compared(rng):
+    """As noise is, and the cotangent of a loss in parts: they have one side alone."""
+    w = jnp.asarray(rng.normal(size=(3, 4, 4)) / 2, jnp.float32)
+    x = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
+
+    def layers(w, x, scale=1.0):
+        def layer(state, own):
+            h, key = state
+            key, now = jax.random.split(key)
+            drawn = jax.random.normal(now, (1, 4), jnp.float32)
+            noise = verify.tap(scale * drawn, "noise")
+            h = jnp.tanh(h @ own) + 0.1 * noise
+            return (verify.tap(h, "h"), key), verify.tap((h**2).mean(), "aux")
+
+        (h, _), aux = jax.lax.scan(layer, (x, jax.random.key(0)), w)
+        return (h**2).sum(1).mean() + 0.1 * aux.sum()
+
+    def candidate(scale):
+        return jax.value_and_grad(lambda w, x: layers(w, x, scale))
+
+    judge = verify.trace_judge(layers, w, x, finite_differences=False)
+    right, other = judge(candidate(1.0)), judge(candidate(1.5))
+    assert right.difference is None
+    assert right.report.ok
+    names = [f"{name}[{i}]" for i in range(3) for name in ("noise", "h", "aux")]
+    backward = [f"{name}[{i}]" for i in (2, 1, 0) for name in ("aux", "h")]
+    assert sorted(right.right) == sorted(
+        [*(f"forward {x}" for x in names), *(f"backward {x}" for x in backward)]
+    )
+    found = other.difference
+    assert (found.direction, found.tap) == ("forward", "noise[0]")
+
+
 def test_a_tap_may_differ_in_a_right_candidate(rng):
     """The verdict is that of the gradient, and a note says so."""
     x = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
