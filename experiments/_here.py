@@ -24,7 +24,6 @@ from jdist import data_parallel, optim, pipeline, verify
 from jdist.segment import segment
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-GIGA = 1e9
 
 
 def run(settings: Settings, progress: Progress) -> Result:

@@ -20,7 +20,6 @@ from jdist.segment._lookup.guarded_jit import GuardedJit
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
     Traced,
-    TracedProgram,
     refuse_hidden,
     signature_of,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "GuardedJit",
     "Invoke",
     "Traced",
-    "TracedProgram",
     "Watched",
     "backward_arrays",
     "contents_of",

@@ -110,8 +110,8 @@ def plan_buckets(
     # A large leaf saves little by sharing a call, and would pay for a copy.
     alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
     small = [i for i in order if i not in alone]
-    # As shapes, which have no device: all leaves are on the devices of one replica, so
-    # buckets need not be divided by device.
+    # Shapes have no device. A replica has all its leaves on the same devices, so that
+    # no bucket has to be split by device.
     assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
     found = [[small[i] for i in bucket] for bucket in assigned]
     found += [[i] for i in alone]

@@ -128,8 +128,9 @@ class ReferenceStep:
         @cache
         def compiled(tiny: bool) -> Callable[..., Any]:
             options = quick_to_compile(tiny)
-            jitted = partial(jax.jit, static_argnums=(0, 1, 2))
-            return jitted(self._moved, compiler_options=options)
+            return jax.jit(
+                self._moved, static_argnums=(0, 1, 2), compiler_options=options
+            )
 
         def steps(
             begin: int, state: PyTree, others: list[np.ndarray], change: Choice
@@ -156,11 +157,15 @@ class ReferenceStep:
                     [path for path, x in wanted.items() if x is not None],
                     partial(steps, t, state, others),
                 )
-                made = on_host(named_state(state)), wanted, limits, moves
-                moment = Moment(
-                    *made, sized(moves, sizes), notes=rounding_note(program)
+                yield Moment(
+                    on_host(named_state(state)),
+                    wanted,
+                    limits,
+                    moves,
+                    sized(moves, sizes),
+                    notes=rounding_note(program),
+                    otherwise=otherwise,
                 )
-                yield moment._replace(otherwise=otherwise)
                 state, others, change = after, wide, {}
 
         return steps(0, state, others, {})

@@ -250,8 +250,11 @@ class _Exact:
     def choices(self) -> Choices:
         """Decisions within rounding in the last step: changes of its leaves."""
         update = self.own.update
-        step = lambda own, moves: update(own[0], moves, own[1])  # noqa: E731
-        return choices_in(step, *self._before, None)
+        return choices_in(
+            lambda state, gradient: update(state[0], gradient, state[1]),
+            *self._before,
+            None,
+        )
 
     def changed(self, change: Choice) -> "_Exact":
         """Another one, whose leaves have changed by their numbers."""

@@ -233,9 +233,10 @@ def trajectory(
     # Before x64 is enabled, which would give NumPy arrays wider dtypes.
     start, batches = jax.tree.map(jnp.asarray, (start, batches))
     origin = [wide[0] for wide in starts(start)]
-    compiled = jax.jit(training.gradient), jax.jit(training.update)
-    programs = *compiled, *_measurement(training)
-    begin = begin or _Begin(programs, start, starts(start))
+    if begin is None:
+        compiled = jax.jit(training.gradient), jax.jit(training.update)
+        programs = *compiled, *_measurement(training)
+        begin = _Begin(programs, start, starts(start))
     seen: SeenValues | None = None
     for t, weighted in enumerate(batches[begin.number :], begin.number):
         gradient_of, updated, counted, measure = begin.programs

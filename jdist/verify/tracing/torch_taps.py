@@ -13,8 +13,6 @@ from jdist.verify.candidates import copied
 from jdist.verify.comparison import Named, check_name
 from jdist.verify.tracing.recording import TapRecord, replay, under_way
 
-Show = Callable[[Any, str], Any]
-
 
 @contextmanager
 def shown(
