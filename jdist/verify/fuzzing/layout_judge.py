@@ -71,10 +71,10 @@ class LayoutJudge:
         judge = self._judges[key]
         try:
             return of_report(layout, judge(_guarded(self._trainer)(layout)))
-        except _Refused as error:
-            return Verdict(layout, "refused", str(error))
-        except Exception as error:  # noqa: BLE001 - any is a finding
+        except Exception as error:  # noqa: BLE001 - any is a finding, or a refusal
             text = "".join(traceback.format_exception(error))
+            if isinstance(error, _Refused):
+                return Verdict(layout, "refused", str(error), details=text)
             return Verdict(layout, "raised", _first_line(error), details=text)
 
     def trace(self, layout: dict[str, Any]) -> Trace | str:

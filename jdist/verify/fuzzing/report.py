@@ -13,7 +13,7 @@ from rich.text import Text
 
 from jdist._errors import VerificationError
 from jdist.verify.fuzzing.layout_grid import named
-from jdist.verify.fuzzing.verdict import Verdict
+from jdist.verify.fuzzing.verdict import Reason, Verdict
 from jdist.verify.report import as_text
 from jdist.verify.tracing import Trace
 
@@ -87,6 +87,23 @@ class FuzzReport:
         return self.ok
 
     @property
+    def refusals(self) -> dict[str, tuple[dict[str, Any], ...]]:
+        """The layouts that were refused, by the reason.
+
+        Reasons that differ in their numbers alone are one, in the first one's words. An
+        error that the trainer did not intend, such as one of JAX about shapes, is among
+        them where it is a ValueError.
+        """
+        kinds: dict[Reason, tuple[Verdict, ...]] = {}
+        for each in self.verdicts:
+            if each.outcome == "refused":
+                kinds[each.reason] = (*kinds.get(each.reason, ()), each)
+        return {
+            alike[0].why: tuple(each.layout for each in alike)
+            for alike in kinds.values()
+        }
+
+    @property
     def _smallest(self) -> WrongLayout | None:
         return min(self.findings, key=lambda each: len(each.axes), default=None)
 
@@ -118,8 +135,8 @@ class FuzzReport:
         for each in self.findings:
             how = f"  met in {named(each.first)}; {each.judged} more to shrink it"
             found += [Text(str(each), style="bold red"), Text(how)]
-        missing = map(Text, self._uncovered())
-        return Group(*tried, self._table(), *found, *missing, self._summary())
+        told = [*self._refused(), *self._uncovered()]
+        return Group(*tried, self._table(), *found, *map(Text, told), self._summary())
 
     def __str__(self) -> str:
         """The same as plain text."""
@@ -140,6 +157,12 @@ class FuzzReport:
                 cells = [str(counts[name] or "") for name in COLUMNS]
                 table.add_row(Text(f"{axis}={value}"), *cells)
         return table
+
+    def _refused(self) -> list[str]:
+        return [
+            f"refused in {len(layouts)}, such as {named(layouts[0])}: {why}"
+            for why, layouts in self.refusals.items()
+        ]
 
     def _uncovered(self) -> list[str]:
         shown = [f"not covered: {named(each)}" for each in self.uncovered[:SHOWN]]

@@ -151,6 +151,30 @@ def test_pairs_that_only_refused_layouts_have_are_uncovered(search):
     assert len(judged) < 20
 
 
+def test_each_reason_of_refusals_is_told_once(search):
+    def outcome(layout):
+        if layout["tp"] == 2:
+            return f"refused: NotImplementedError: not with tp of {layout['dp']}"
+        odd = layout["cp"] == 2 and layout["micro"] == 3
+        return "refused: ValueError: no micro-batches with cp" if odd else "right"
+
+    found, _ = search(outcome)
+    refused = [v for v in found.verdicts if v.outcome == "refused"]
+    for words, axis in (("NotImplementedError: not w", "tp"), ("ValueError", "cp")):
+        ((why, layouts),) = (
+            r for r in found.refusals.items() if r[0].startswith(words)
+        )
+        own = [v for v in refused if v.why.startswith(words)]
+        assert layouts == tuple(each.layout for each in own)
+        assert len(layouts) > 1
+        assert {layout[axis] for layout in layouts} == {2}
+        line = f"refused in {len(layouts)}, such as dp={layouts[0]['dp']}, tp="
+        assert sum(each.startswith(line) for each in str(found).splitlines()) == 1
+        assert f"mask={layouts[0]['mask']}: {why}" in str(found)
+    assert len(found.refusals) == 2
+    assert search(lambda c: "right")[0].refusals == {}
+
+
 def test_all_refused_is_not_ok(search):
     found, judged = search(lambda c: "refused: NotImplementedError: never")
     assert not found.ok
@@ -236,6 +260,25 @@ def test_a_trainer_may_refuse_before_it_is_called():
     found = tiny(trainer, {"tp": (1, 2)}, strength=1)
     assert found.ok
     assert found.verdicts[1].why == "ValueError: no tensor parallelism"
+
+
+def test_an_error_of_jax_about_shapes_is_seen_among_the_refusals():
+    """A trainer that splits its examples wrongly has not refused the layout."""
+
+    def trainer(layout):
+        def candidate(w, x):
+            parts = jnp.split(x, layout["tp"])
+            found = [ending_trainer.gradient(w, part) for part in parts]
+            return jax.tree.map(lambda *each: sum(each) / len(parts), *found)
+
+        return candidate
+
+    found = tiny(trainer, {"tp": (1, 2, 5)}, strength=1)
+    ((why, layouts),) = found.refusals.items()
+    assert layouts == ({"tp": 2}, {"tp": 5})
+    assert why.startswith("ValueError: array split does not result in an equal")
+    assert f"refused in 2, such as tp=2: {why}" in str(found)
+    assert "in candidate" in found.verdicts[1].details
 
 
 def test_what_is_no_candidate_is_a_finding():
