@@ -57,7 +57,8 @@ def messages(package: Path, public: set[str]) -> Iterator[Message]:
         rules |= {name: texts for name, texts in constants.items() if name in RULES}
         for name, texts in reader.returned.items():
             worded.setdefault(name, set()).update(texts)
-    del worded["requirement"]  # its arguments say more than its form
+    for name in ("requirement", *_ERRORS):
+        worded.pop(name, None)  # its arguments say more than its form
     found = set()
     for path, tree in trees.items():
         folders = path.relative_to(package).parts[:-1]
@@ -84,6 +85,9 @@ _CHECKS = {
     "check_scalar": ("ValueError", 1),
 }
 """Functions that raise: the class, and the position of the rule among the arguments."""
+
+_ERRORS = {"value_error": "ValueError", "type_error": "TypeError"}
+"""Functions that make an error of what `requirement` takes: the class."""
 
 Known = dict[str, set[str]]
 """The texts that names may stand for."""
@@ -123,12 +127,7 @@ class _Reader:
                 own.pop(id(node), None)  # contexts such as ast.Load() are shared
         for node in own.values():
             if isinstance(node, ast.Call) and node.args:
-                self.called.append((_name(node), self._texts(node.args[0], known)))
-            if isinstance(node, ast.Call) and (check := _CHECKS.get(_name(node))):
-                error, rule = check[0], node.args[check[1]]
-                pieces = [{"`"}, self._texts(node.args[0], known), {"` "}]
-                pieces += [self._texts(rule, known), {f". Got {GAP}."}]
-                self.called.append((error, _joined(pieces)))
+                self._note(node, known)
         match statement:
             case ast.FunctionDef(name=name, body=body):
                 self.read(body, known, name)
@@ -147,6 +146,17 @@ class _Reader:
             name: set().union(*(end.get(name, set()) for end in ends))
             for name in set().union(*ends)
         }
+
+    def _note(self, call: ast.Call, known: Known) -> None:
+        name = _name(call)
+        self.called.append((name, self._texts(call.args[0], known)))
+        if error := _ERRORS.get(name):
+            self.called.append((error, self._texts(call, known)))
+        if check := _CHECKS.get(name):
+            error, rule = check[0], call.args[check[1]]
+            pieces = [{"`"}, self._texts(call.args[0], known), {"` "}]
+            pieces += [self._texts(rule, known), {f". Got {GAP}."}]
+            self.called.append((error, _joined(pieces)))
 
     def _texts(self, node: ast.expr, known: Known) -> set[str]:
         """A message's words in all its forms, with a gap for each value."""
@@ -169,7 +179,9 @@ class _Reader:
                 found = self._texts(body, known) | self._texts(orelse, known)
             case ast.Name(id=name) if name in known:
                 found = known[name]
-            case ast.Call(func=ast.Name(id="requirement"), args=[call, rule, _, *more]):
+            case ast.Call(func=ast.Name(id=name), args=[call, rule, _, *more]) if (
+                name == "requirement" or name in _ERRORS
+            ):
                 pieces = [{"`"}, self._texts(call, known), {"` "}]
                 pieces += [self._texts(rule, known), {f". Got {GAP}."}]
                 remedy = [_joined([{" "}, self._texts(each, known)]) for each in more]

@@ -78,6 +78,16 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
     return f"{message} {remedy}" if remedy else message
 
 
+def value_error(call: str, rule: str, got: object, remedy: str = "") -> ValueError:
+    """A `ValueError` whose message is `requirement` of the arguments."""
+    return ValueError(requirement(call, rule, got, remedy))
+
+
+def type_error(call: str, rule: str, got: object, remedy: str = "") -> TypeError:
+    """A `TypeError` whose message is `requirement` of the arguments."""
+    return TypeError(requirement(call, rule, got, remedy))
+
+
 def quoted(value: object) -> str:
     """A value's `repr` for a message, cut.
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jdist._compat import placed
-from jdist._errors import requirement
+from jdist._errors import requirement, type_error, value_error
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees, type_name
 from jdist.autograd.recording.errors import AutogradError, ContextNotFound, no_context
@@ -90,7 +90,7 @@ class Ids:
     def __init__(self, worker: int, first: int = 0) -> None:
         if type(worker) is not int or not 0 <= worker <= LAST_WORKER:
             rule = f"must be a worker id in 0..{LAST_WORKER}"
-            raise ValueError(requirement("Ids(worker)", rule, worker))
+            raise value_error("Ids(worker)", rule, worker)
         self.worker = worker
         # Atomic: the counters are written in C, so that no lock is needed.
         base = worker << _COUNTER_BITS
@@ -368,7 +368,7 @@ class Container:
         """
         if type(context_id) is not int:
             rule = "must be the id that autograd.context gives"
-            raise TypeError(requirement("autograd(context_id)", rule, context_id))
+            raise type_error("autograd(context_id)", rule, context_id)
         found = self._contexts.get(context_id)
         if found is None:
             raise no_context(context_id)
@@ -802,7 +802,7 @@ class _Gradients(dict[Variable, PyTree]):
         if not isinstance(variable, Variable):
             remedy = "Keep what `autograd.variable(array)` returns: gradients are its."
             rule, got = "must be looked up by a Variable", type_name(variable)
-            raise TypeError(requirement(call, rule, got, remedy))
+            raise type_error(call, rule, got, remedy)
         if variable not in self:
             rule, got = "has those that a backward pass reached", repr(variable)
             raise KeyError(requirement(call, rule, got))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jdist._compat import placed_as
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._flax import (
     ModuleParts,
     RandomStreams,
@@ -106,8 +106,7 @@ class TrainableModule(StandIn):
         # A stream of Flax has an attribute of any name, a dtype too.
         if key is not None and not (isinstance(key, jax.Array) and is_key(key)):
             rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
-            argument = "TrainableModule(key=...)"
-            raise TypeError(requirement(argument, rule, key, remedy))
+            raise type_error("TrainableModule(key=...)", rule, key, remedy)
         parts = taken_apart(nnx_module, is_inexact)
         if key is not None:
             streams = RandomStreams.of(parts.streams).begun(key)
@@ -176,8 +175,7 @@ class TrainableModule(StandIn):
             if found := first_difference(*shown):
                 path, is_here, is_given = found
                 rule = f"must have {is_here} at {path}, as the module"
-                call = "TrainableModule.load_state(state)"
-                raise ValueError(requirement(call, rule, is_given))
+                raise value_error("TrainableModule.load_state(state)", rule, is_given)
             self._state = tuple([placed_as(given[p], x) for p, x in here.items()])
 
         self._alone(act)
@@ -289,7 +287,7 @@ class _ModuleLayout(Constant):
             rule = "must keep the variables that it has"
             got = f"another number or kind: {', '.join(sorted(strange))}"
             remedy = "Return what the call computes, instead of storing it."
-            raise TypeError(requirement(f"TrainableModule({name})", rule, got, remedy))
+            raise type_error(f"TrainableModule({name})", rule, got, remedy)
         leaves = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
         # By identity: inside a trace the values of two tracers cannot be compared.
         changed = [path for path, before, after in leaves if before is not after]
@@ -297,14 +295,14 @@ class _ModuleLayout(Constant):
             rule = "must not change its own nnx.Param in a call"
             remedy = "Optimizers do; make it an nnx.Variable of another kind."
             got = ", ".join(changed)
-            raise TypeError(requirement(f"TrainableModule({name})", rule, got, remedy))
+            raise type_error(f"TrainableModule({name})", rule, got, remedy)
         if graph != self.graph:
             rule = "must not change its attributes in a call: the change would be lost"
             remedy = "Make what changes an nnx.Variable."
             pairs = zip(self.graph.attributes, graph.attributes, strict=False)
             other = {str(path) for (path, old), (_, new) in pairs if old != new}
             got = f"another value of {', '.join(sorted(other)) or 'one'}"
-            raise TypeError(requirement(f"TrainableModule({name})", rule, got, remedy))
+            raise type_error(f"TrainableModule({name})", rule, got, remedy)
         return jax.tree.leaves(state)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from jdist._errors import requirement
+from jdist._errors import type_error
 from jdist._flax import is_module
 from jdist._tree import PyTree, type_name
 from jdist.autograd.contexts import (
@@ -309,7 +309,7 @@ def _refuse_untrainable(function: Callable[..., PyTree]) -> None:
         rule = "must be trainable to be called with recorded values"
         remedy = "Make it by `rpc.RemoteModule(to, factory, args, trainable=True)`."
         got = f"{type_name(owner)} that is not"
-        raise TypeError(requirement("RemoteModule", rule, got, remedy))
+        raise type_error("RemoteModule", rule, got, remedy)
 
 
 def _forget(context: Context, message_id: int) -> None:

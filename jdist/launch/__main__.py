@@ -11,7 +11,7 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 
-from jdist._errors import JdistError, requirement
+from jdist._errors import JdistError, value_error
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import Relay
 from jdist.rpc.extension import (
@@ -80,7 +80,7 @@ def _reserved(option: str, port: int | None, stack: ExitStack) -> int:
     except OSError as error:
         rule, got = "must be a port that is free here", f"{port}: {error.strerror}"
         remedy = "Without --master-port and --jax-port free ones are chosen."
-        raise ValueError(requirement(option, rule, got, remedy)) from error
+        raise value_error(option, rule, got, remedy) from error
 
 
 def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:

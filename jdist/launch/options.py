@@ -9,7 +9,7 @@ from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc import ProcessSettings, new_cluster_key
 from jdist.rpc.extension import settings_of_each
 
@@ -172,41 +172,37 @@ def _across_machines(options: argparse.Namespace) -> None:
     if options.nnodes > 1:
         if options.standalone:
             rule = "must be left out when there are several machines"
-            raise ValueError(requirement("--standalone", rule, "it"))
+            raise value_error("--standalone", rule, "it")
         for name in ("node_rank", "master_addr"):
             if getattr(options, name) is None:
-                option = f"--{name.replace('_', '-')}"
                 rule = "must be given when there are several machines"
-                raise ValueError(requirement(option, rule, "nothing"))
+                raise value_error(f"--{name.replace('_', '-')}", rule, "nothing")
         options.master_port = options.master_port or DEFAULT_PORT
         if options.max_restarts:
             rule = "must be 0 across machines: the launchers do not know of each other"
             remedy = "Let the cluster's scheduler start the whole run again."
-            got = options.max_restarts
-            raise ValueError(requirement("--max-restarts", rule, got, remedy))
+            raise value_error("--max-restarts", rule, options.max_restarts, remedy)
     options.node_rank = options.node_rank or 0
     if options.node_rank >= options.nnodes:
         rule = f"must be below --nnodes, {options.nnodes}"
-        raise ValueError(requirement("--node-rank", rule, options.node_rank))
+        raise value_error("--node-rank", rule, options.node_rank)
     # A rank has 16 bits in every id of rpc.
     if options.nproc * options.nnodes > 2**16:
         rule = "must be at most 65536 workers in all"
-        raise ValueError(
-            requirement("--nproc", rule, f"{options.nproc} x {options.nnodes}")
-        )
+        raise value_error("--nproc", rule, f"{options.nproc} x {options.nnodes}")
     if options.master_port and not options.jax_port:
         options.jax_port = options.master_port + 1
     # The default above exceeds the valid ports if --master-port is the last one.
     if options.jax_port and options.jax_port in (options.master_port, _LAST_PORT + 1):
         rule = "must be a port other than --master-port"
-        raise ValueError(requirement("--jax-port", rule, options.jax_port))
+        raise value_error("--jax-port", rule, options.jax_port)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
     # Nothing, as an unset variable of a shell gives, would be this folder.
     if not options.program:
         rule = "must name a script, a module or a command"
-        raise ValueError(requirement("program", rule, "nothing"))
+        raise value_error("program", rule, "nothing")
     rest = [options.program, *options.arguments]
     if options.no_python:
         return rest
@@ -217,7 +213,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     no_program = path.is_dir() and not (path / "__main__.py").is_file()
     if no_program or not path.exists():
         rule, remedy = "must be a file", "For a module, give --module before its name."
-        raise ValueError(requirement("program", rule, options.program, remedy))
+        raise value_error("program", rule, options.program, remedy)
     return rest
 
 
@@ -243,7 +239,7 @@ def cluster_key(
     if nnodes == 1:
         return new_cluster_key()
     rule = "must be set on every machine, to the same secret, or --key-file be given"
-    raise ValueError(requirement(_KEY_VARIABLE, rule, "neither", _NEW_KEY))
+    raise value_error(_KEY_VARIABLE, rule, "neither", _NEW_KEY)
 
 
 def _private_text(file: Path) -> str:
@@ -254,20 +250,15 @@ def _private_text(file: Path) -> str:
             if mode & 0o077:
                 rule = "must be readable by its owner alone"
                 remedy = f"Try `chmod 600 {file}`."
-                raise ValueError(
-                    requirement(f"--key-file {file}", rule, f"mode {mode:o}", remedy)
-                )
+                raise value_error(f"--key-file {file}", rule, f"mode {mode:o}", remedy)
             return opened.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         rule = "must be a file of text that can be read"
-        got = str(error)
-        raise ValueError(
-            requirement(f"--key-file {file}", rule, got, _NEW_KEY)
-        ) from error
+        raise value_error(f"--key-file {file}", rule, str(error), _NEW_KEY) from error
 
 
 def _checked(origin: str, key: str) -> str:
     if len(key.encode()) < _KEY_BYTES:
         rule = f"must hold a random secret of at least {_KEY_BYTES} bytes"
-        raise ValueError(requirement(origin, rule, f"{len(key)} characters", _NEW_KEY))
+        raise value_error(origin, rule, f"{len(key)} characters", _NEW_KEY)
     return key

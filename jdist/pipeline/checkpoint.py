@@ -22,7 +22,7 @@ from jdist._checkpoint import (
     check_same,
     chosen,
 )
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, value_error
 from jdist._tree import PyTree, check_state, descriptions, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.identity import CallArguments
@@ -245,7 +245,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         if description["stages"] != len(self._senders):
             rule = f"must have the {description['stages']} stages that were saved"
             got = f"{len(self._senders)} stages"
-            raise ValueError(requirement("restore(like=...)", rule, got, _RECUT))
+            raise value_error("restore(like=...)", rule, got, _RECUT)
 
     def _delete(self, stage: int, old: Callable[[int], bool]) -> None:
         folder = self._folders[stage]
@@ -310,7 +310,7 @@ def _check_writers(writers: Collection[int]) -> None:
         got = f"stages that begin in the processes {others}"
         remedy = "Lay out the mesh so that the axis of stages is within a process; or "
         remedy += "use rpc's workers without `jax.distributed`."
-        raise ValueError(requirement("PipelineCheckpoints(pipe)", rule, got, remedy))
+        raise value_error("PipelineCheckpoints(pipe)", rule, got, remedy)
 
 
 def _gathered(leaf: PyTree) -> PyTree:

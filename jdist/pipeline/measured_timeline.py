@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jdist._errors import check_function, check_type, requirement
+from jdist._errors import check_function, check_type, value_error
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.simulation.timeline import Record, StageBytes, Timeline
@@ -59,7 +59,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     if not pipe.executor.runs_actions:
         rule = "must have workers or devices of their own, not a mesh"
         remedy = "One program does all actions: look at it with jax.profiler."
-        raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
+        raise value_error("timed(pipe)", rule, "a mesh", remedy)
     pipe.action_timer = watch = ActionTimer()
     before = pipe.communicator.last
     try:

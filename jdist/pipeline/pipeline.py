@@ -23,7 +23,8 @@ from jdist._errors import (
     check_number,
     check_sequence,
     quoted,
-    requirement,
+    type_error,
+    value_error,
 )
 from jdist._fit import Metrics
 from jdist._tree import PyTree, check_arrays, check_state, is_shape, owned, shapes_of
@@ -185,7 +186,7 @@ class Pipeline:
             rule = "must be a list of places with a schedule that updates as it goes: "
             rule += "one program updates all stages together"
             call, remedy = "Pipeline(places)", "Give list(mesh.devices)."
-            raise TypeError(requirement(call, rule, "OneProgram", remedy))
+            raise type_error(call, rule, "OneProgram", remedy)
         each = None if self._optimizer is None else self._optimizers
         check_epochs(self.stages, reduction, each, self._max_norm)
 
@@ -352,7 +353,7 @@ class Pipeline:
             remedy = "Override what changes in `train_step`, or make the optimizer and "
             remedy += "the pipeline anew."
             argument, got = "Pipeline(optimizer=...)", "one that reads something else"
-            raise ValueError(requirement(argument, rule, got, remedy))
+            raise value_error(argument, rule, got, remedy)
         return unchanged
 
     @called_outside_mesh
@@ -492,7 +493,7 @@ class Pipeline:
         if not self.communicator.sees_all:
             rule = "must be called where one process has all stages"
             remedy = "Give devices in place of workers' names: any will do to lower."
-            raise ValueError(requirement("Pipeline.lower", rule, "workers", remedy))
+            raise value_error("Pipeline.lower", rule, "workers", remedy)
         self._check_functions()
         update = None
         if isinstance(params, PipelineState):
@@ -596,7 +597,7 @@ class Pipeline:
         if not isinstance(executor, EpochExecutor):
             rule = "must have a schedule that updates as it goes, such as `pipedream`"
             remedy = "`train_step` makes one update of a batch, `fit` one of each."
-            raise ValueError(requirement(CALL, rule, quoted(self.schedule), remedy))
+            raise value_error(CALL, rule, quoted(self.schedule), remedy)
         # In a list, from which it is popped for `train`: a reference in this frame
         # would keep the first version of all weights alive for the whole epoch.
         held = [state]
@@ -694,9 +695,7 @@ def _check_no_name(schedule: object, stages: int) -> None:
             f"Functions of jdist.pipeline make one: `one_f_one_b({stages}, 4)` is 1F1B "
             "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
         )
-        raise TypeError(
-            requirement("Pipeline(schedule)", rule, quoted(schedule), remedy)
-        )
+        raise type_error("Pipeline(schedule)", rule, quoted(schedule), remedy)
 
 
 def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
@@ -707,15 +706,14 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
     """
     if schedule.stages != len(stages):
         rule = f"must be one for the {len(stages)} stages"
-        got = f"one for {schedule.stages}"
-        raise ValueError(requirement("Pipeline(schedule)", rule, got))
+        raise value_error("Pipeline(schedule)", rule, f"one for {schedule.stages}")
     schedule.validate()
     if schedule.forward_only:
         rule = "must have a backward pass for each forward pass"
-        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
+        raise value_error("Pipeline(schedule)", rule, schedule.name)
     # A gradient is a sum over replicas, each of which needs one term at least.
     for number, workers in enumerate(schedule.placement):
         if len(workers) > schedule.micro_batches:
             rule = f"must have a micro-batch for each worker of stage {number}"
             got = f"{schedule.micro_batches} for the workers {workers}"
-            raise ValueError(requirement("Pipeline(schedule)", rule, got))
+            raise value_error("Pipeline(schedule)", rule, got)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jdist._errors import check_flags, check_sequence, check_type, requirement
+from jdist._errors import check_flags, check_sequence, check_type, value_error
 from jdist.pipeline.run.stage_channels import (
     Communicator,
     LocalCommunicator,
@@ -183,12 +183,12 @@ class OneProgram:
         if self.axis not in names:
             rule = f"must have an axis {self.axis!r}, along which the stages are"
             remedy = "Make the mesh so, or name its axis of stages by `stage_axis=`."
-            raise ValueError(requirement(call, rule, f"{list(names)}", remedy))
+            raise value_error(call, rule, f"{list(names)}", remedy)
         others = [name for name in names if name != self.axis]
         if self.data_axis is not None and self.data_axis not in others:
             rule = "must be an axis of the mesh beside that of the stages"
             got = f"{self.data_axis!r}, where these are {others}"
-            raise ValueError(requirement("OneProgram(data_axis=...)", rule, got))
+            raise value_error("OneProgram(data_axis=...)", rule, got)
 
     @property
     def axis(self) -> str:
@@ -240,7 +240,7 @@ def communicator_for(
 def _check_count(schedule: Schedule, given: Sequence[object]) -> None:
     if len(given) != schedule.workers:
         rule = f"must be one for each of the {schedule.workers} workers"
-        raise ValueError(requirement(_PLACES, rule, list(given)))
+        raise value_error(_PLACES, rule, list(given))
 
 
 def _check_size(given: OneProgram, schedule: Schedule) -> None:
@@ -248,7 +248,7 @@ def _check_size(given: OneProgram, schedule: Schedule) -> None:
     if shape[given.axis] != schedule.workers:
         rule = f"must have an axis {given.axis!r} as long as the schedule has workers, "
         rule += f"{schedule.workers}"
-        raise ValueError(requirement(_PLACES, rule, f"{shape}"))
+        raise value_error(_PLACES, rule, f"{shape}")
 
 
 def _of_workers(schedule: Schedule, given: Workers, about: str) -> WorkerCommunicator:
@@ -259,7 +259,7 @@ def _of_workers(schedule: Schedule, given: Workers, about: str) -> WorkerCommuni
     if agent.info.name not in names or not {*names} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"
         got, remedy = list(names), f"The group has {known}."
-        raise ValueError(requirement("Workers(names)", rule, got, remedy))
+        raise value_error("Workers(names)", rule, got, remedy)
     own = names.index(agent.info.name)
     known_here: list[Place] = [None] * len(names)
     known_here[own] = given.place(agent.options.device)
@@ -304,13 +304,12 @@ def _over_processes(
     if not all(isinstance(place, StageMesh) for place in places):
         rule = "must be meshes, where they are in several processes"
         remedy = 'Make one of a device: Mesh(np.array([device]), ("data",)).'
-        raise ValueError(requirement(_PLACES, rule, list(places), remedy))
+        raise value_error(_PLACES, rule, list(places), remedy)
     absent = sorted({*range(jax.process_count())} - {*flat})
     if absent:
         rule = "must have a device of each process: one without would do nothing"
-        got = f"no device of the processes {absent}"
         remedy = "Give their devices to a mesh, or start fewer processes."
-        raise ValueError(requirement(_PLACES, rule, got, remedy))
+        raise value_error(_PLACES, rule, f"no device of the processes {absent}", remedy)
     twice = sorted(process for process, n in Counter(flat).items() if n > 1)
     if twice:
         rule = "must have the devices of a process at one worker of the schedule, "
@@ -318,13 +317,13 @@ def _over_processes(
         got = f"devices of the processes {twice} at several workers"
         remedy = "Give a worker several stages by `interleaved`; or let one program "
         remedy += "run equal stages: its mesh may be laid out in any way."
-        raise ValueError(requirement(_PLACES, rule, got, remedy))
+        raise value_error(_PLACES, rule, got, remedy)
     joint = len(flat) > len(places)
     if joint and schedule.update_policy is not None:
         rule = "must be meshes of one process each with a schedule that updates as it "
         rule += "goes"
         got = f"meshes of the processes {each}"
-        raise ValueError(requirement(_PLACES, rule, got, "`train_step` takes any."))
+        raise value_error(_PLACES, rule, got, "`train_step` takes any.")
     try:
         agent = current_agent()
         names = {info.id: info.name for info in agent.group.workers()}
@@ -336,7 +335,7 @@ def _over_processes(
         rule = "must be in processes that are workers of rpc, each with its number in "
         rule += "`jax.distributed` as its rank"
         remedy = "Call rpc.init_rpc in each, which jdist.launch gives these numbers."
-        raise ValueError(requirement(_PLACES, rule, got, remedy))
+        raise value_error(_PLACES, rule, got, remedy)
     # Members are in the order of the workers' processes: several have one rank.
     ranks = [rank for rank, some in enumerate(each) for _ in some]
     own, leader = flat.index(here), ranks.index(min(schedule.placement[0]))

@@ -23,7 +23,7 @@ from jdist._errors import (
     check_type,
     extra,
     listed,
-    requirement,
+    value_error,
 )
 from jdist.ray.worker_actor import WorkerActor, is_preparing
 from jdist.rpc.extension import (
@@ -503,7 +503,7 @@ def _checked_names(names: Iterable[str], driver: str) -> list[str]:
     rule = f"must be one or more unique names, none of them {driver!r}"
     found = listed("cluster(names)", names, str, rule)
     if not found or len({*found, driver}) != len(found) + 1:
-        raise ValueError(requirement("cluster(names)", rule, found))
+        raise value_error("cluster(names)", rule, found)
     return found
 
 
@@ -517,7 +517,7 @@ def _checked_resources(resources: Mapping[str, float] | None) -> dict[str, float
         check_number(argument, amount, rule, lambda n: True)
     if not found or not all(0 < each < math.inf for each in found.values()):
         rule = "must have a positive amount of one resource or more"
-        raise ValueError(requirement("cluster(resources=...)", rule, found))
+        raise value_error("cluster(resources=...)", rule, found)
     return found
 
 
@@ -527,8 +527,8 @@ def _checked_options(options: rpc.RpcOptions | None) -> rpc.RpcOptions:
     for name in ("host", "device"):
         if (given := getattr(found, name)) is not None:
             rule = f"must have no {name}, which belongs to one worker"
-            raise ValueError(requirement("cluster(options=...)", rule, given))
+            raise value_error("cluster(options=...)", rule, given)
     if isinstance(found.key, bytes):
         rule = "must have a key that is text: it is an environment variable too"
-        raise ValueError(requirement("cluster(options=...)", rule, "bytes"))
+        raise value_error("cluster(options=...)", rule, "bytes")
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.targets.chips import Chip
 from jdist.targets.hlo import ArrayShape, Computation, HloModule, Instruction
 
@@ -201,7 +201,7 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
             count = math.prod(axes[name] for name in chosen)
             return _rows(devices.reshape(-1, count))
     rule = "has groups of devices that this version of jdist cannot read"
-    raise ValueError(requirement(instruction.name, rule, text))
+    raise value_error(instruction.name, rule, text)
 
 
 _AXIS = r"'([^']+)'=(\d+)"

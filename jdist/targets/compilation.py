@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.stages import Compiled, Lowered
 
 from jdist._compat import equations_in
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, type_error, value_error
 from jdist._tree import PyTree, type_name
 from jdist.targets import compilers, hlo, roofline
 from jdist.targets.hardware import Hardware
@@ -75,13 +75,12 @@ def compile(
     if isinstance(fn, Lowered):
         if shapes:
             rule = "must be left out where the program was lowered already"
-            got = f"{len(shapes)} arguments"
-            raise TypeError(requirement("compile(shapes=...)", rule, got))
+            raise type_error("compile(shapes=...)", rule, f"{len(shapes)} arguments")
         return _compiled(fn, target)
     devices = target.devices
     if not callable(fn) and not hasattr(fn, "lower"):
         rule = "must be a function or have a method `lower`"
-        raise TypeError(requirement("compile(fn=...)", rule, type_name(fn)))
+        raise type_error("compile(fn=...)", rule, type_name(fn))
     default = _default_sharding(shapes, target, devices)
     placed = jax.tree.map(lambda leaf: _shape(leaf, default), shapes)
     # A jitted function is lowered as it is, to keep its options, such as donation.
@@ -122,9 +121,7 @@ def _default_sharding(
         if not sharding.device_set <= set(devices):
             rule = f"must be laid out over devices of {target.name}"
             remedy = "Its meshes are made by `target.mesh({...})`."
-            raise ValueError(
-                requirement("compile(shapes=...)", rule, f"{sharding}", remedy)
-            )
+            raise value_error("compile(shapes=...)", rule, f"{sharding}", remedy)
         if mesh is None and isinstance(sharding, NamedSharding):
             mesh = sharding.mesh
     if mesh is not None:
@@ -136,7 +133,7 @@ def _default_sharding(
         "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding("
         "target.mesh({...}), jax.P(...)))."
     )
-    raise ValueError(requirement("compile(shapes=...)", rule, "no sharding", remedy))
+    raise value_error("compile(shapes=...)", rule, "no sharding", remedy)
 
 
 def _shape(leaf: PyTree, default: Sharding) -> PyTree:
@@ -169,9 +166,7 @@ def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> 
             raise
         rule = f"must not call back to the host: {target.name} has none here"
         remedy = "Leave the callbacks out of what is compiled for absent hardware."
-        raise ValueError(
-            requirement("compile(fn=...)", rule, ", ".join(names), remedy)
-        ) from error
+        raise value_error("compile(fn=...)", rule, ", ".join(names), remedy) from error
 
 
 def _places(text: str, pattern: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from jdist._errors import Unavailable, extra, requirement
+from jdist._errors import Unavailable, extra, requirement, value_error
 from jdist.targets.chips import Chip, Gpu
 
 QUIET_TPU = {
@@ -65,7 +65,7 @@ def devices(chip: Chip, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
         if "INVALID_ARGUMENT" not in str(error):
             raise
         rule = "must be a slice that the compiler knows"
-        raise ValueError(requirement("target", rule, f"{name} ({error})")) from error
+        raise value_error("target", rule, f"{name} ({error})") from error
     except NotImplementedError as error:
         rule = f"needs JAX's plugin for {chip.platform}, which JAX has not loaded"
         remedy = (
@@ -160,7 +160,7 @@ def _gpu_text(chip: Chip) -> str:
     """XLA's `GpuTargetConfig` as text."""
     if chip.gpu is None:
         rule = "must say what the compiler needs of a GPU"
-        raise ValueError(requirement("Chip(gpu=...)", rule, chip.gpu))
+        raise value_error("Chip(gpu=...)", rule, chip.gpu)
     gpu: Gpu = chip.gpu
     major, minor = gpu.compute_capability
     dnn_major, dnn_minor = gpu.cudnn

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist._errors import check_sequence, check_type, requirement
+from jdist._errors import check_sequence, check_type, value_error
 from jdist.targets import compilers
 from jdist.targets.chips import CHIPS, Chip
 
@@ -47,9 +47,7 @@ class Hardware:
         if self.chip.platform not in lengths:
             known = ", ".join(map(repr, lengths))
             rule = f"must be one of {known}"
-            raise ValueError(
-                requirement("Chip(platform=...)", rule, self.chip.platform)
-            )
+            raise value_error("Chip(platform=...)", rule, self.chip.platform)
         fits = len(self.shape) in lengths[self.chip.platform]
         if not fits or any(size < 1 for size in self.shape):
             counts = " or ".join(map(str, lengths[self.chip.platform]))
@@ -59,13 +57,8 @@ class Hardware:
                 "cuda": "They are hosts and the GPUs of each: h100:1x8 is one host.",
                 "cpu": "It is the number of CPU devices.",
             }
-            raise ValueError(
-                requirement(
-                    "Hardware(shape=...)",
-                    rule,
-                    self.shape,
-                    meanings[self.chip.platform],
-                )
+            raise value_error(
+                "Hardware(shape=...)", rule, self.shape, meanings[self.chip.platform]
             )
 
     @property
@@ -113,7 +106,7 @@ class Hardware:
         """
         if math.prod(axes.values()) != self.chips:
             rule = f"must multiply to the {self.chips} chips of {self.name}"
-            raise ValueError(requirement("mesh(axes=...)", rule, dict(axes)))
+            raise value_error("mesh(axes=...)", rule, dict(axes))
         if self.chip.platform == "tpu":
             return jax.make_mesh(
                 tuple(axes.values()),
@@ -151,10 +144,10 @@ def target(name: str) -> Hardware:
     check_type("target(name)", name, str, FORM)
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     if match is None:
-        raise ValueError(requirement("target(name=...)", FORM, name))
+        raise value_error("target(name=...)", FORM, name)
     chip, shape = match.groups()
     if chip not in CHIPS:
         rule = f"must be of a known chip: {', '.join(CHIPS)}"
         remedy = "`targets.Hardware(targets.Chip(...), shape)` describes another."
-        raise ValueError(requirement("target(name=...)", rule, name, remedy))
+        raise value_error("target(name=...)", rule, name, remedy)
     return Hardware(CHIPS[chip], tuple(map(int, shape.split("x"))))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 
 SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 NAME = re.compile(r"%([\w.\-]+)")
@@ -195,7 +195,7 @@ def parse(text: str) -> HloModule:
             lines.append(_instruction(line.strip()))
     if not header.startswith("HloModule") or entry not in computations:
         rule = "must be an HLO module with an entry"
-        raise ValueError(requirement("parse(text=...)", rule, header[:80]))
+        raise value_error("parse(text=...)", rule, header[:80])
     return HloModule(header, computations, computations[entry])
 
 
@@ -217,7 +217,7 @@ def _instruction(line: str) -> Instruction:
     opening = rest.find("(", length)
     if not equals or length <= 0 or opening < 0:
         rule = "must be `%name = type opcode(operands)`"
-        raise ValueError(requirement("parse(text=...)", rule, line[:120]))
+        raise value_error("parse(text=...)", rule, line[:120])
     closing = opening + _closing(rest[opening:])
     literal = rest[opening + 1 : closing]
     return Instruction(

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._own_code import named, own_code
 from jdist._tree import PyTree, type_name
 from jdist.targets.compilation import compile
@@ -26,7 +26,7 @@ def load(specification: str) -> Job:
     found = named(specification, "job")
     if not callable(found) or not _parameters(found):
         rule = "must be a function of the hardware, and of the batch size if it has one"
-        raise ValueError(requirement(specification, rule, type_name(found)))
+        raise value_error(specification, rule, type_name(found))
     return found
 
 
@@ -54,7 +54,7 @@ def program_of(
     name = getattr(job, "__name__", "job")
     if batch is not None and not takes_batch(job):
         rule = "must have a parameter `batch` to be tried with another one"
-        raise ValueError(requirement(f"{name}(hardware)", rule, f"batch={batch}"))
+        raise value_error(f"{name}(hardware)", rule, f"batch={batch}")
     # A missing compiler is raised here, before a job that makes a mesh would raise it
     # as an error of its own.
     _ = hardware.devices
@@ -62,7 +62,7 @@ def program_of(
         found = job(hardware) if batch is None else job(hardware, batch=batch)
     if not isinstance(found, tuple) or len(found) < 2 or not _compiles(found[0]):
         rule = "must return the function to compile and the shapes of its arguments"
-        raise ValueError(requirement(f"{name}(hardware)", rule, _told(found)))
+        raise value_error(f"{name}(hardware)", rule, _told(found))
     fn, *shapes = found
     return compile(fn, *shapes, target=hardware)
 

@@ -11,7 +11,7 @@ from jdist._errors import (
     check_function,
     check_number,
     check_type,
-    requirement,
+    value_error,
 )
 from jdist._own_code import OwnCodeRaised
 from jdist.targets.chips import CHIPS
@@ -117,7 +117,7 @@ def largest_batch(
     check_type("largest_batch(hardware=...)", hardware, Hardware, "must be a Hardware")
     if not takes_batch(job):
         rule = "must have a parameter `batch`"
-        raise ValueError(requirement("largest_batch(job=...)", rule, "a job without"))
+        raise value_error("largest_batch(job=...)", rule, "a job without")
     unit = hardware.chips if multiple is None else multiple
     check_at_least("largest_batch(multiple=...)", unit, 1)
     argument, rule = (
@@ -142,7 +142,7 @@ def largest_batch(
         if high * unit > LARGEST_BATCH:
             rule = "must need more memory for a larger batch"
             got = f"a job that fits with {low * unit} examples"
-            raise ValueError(requirement("largest_batch(job=...)", rule, got))
+            raise value_error("largest_batch(job=...)", rule, got)
     by_line = True
     # There is no batch between bounds that are one unit apart.
     while high - low > max(1, int(tolerance * low)):
@@ -208,7 +208,7 @@ def smallest_slice(
     if all(each.program is None for each in tried.values()):
         refusal = next(iter(tried.values())).refusal
         rule = "must take one of the chip's slices"
-        raise ValueError(requirement("smallest_slice(job=...)", rule, refusal))
+        raise value_error("smallest_slice(job=...)", rule, refusal)
     return SearchResult(tried.get(low), tuple(tried.values()))
 
 

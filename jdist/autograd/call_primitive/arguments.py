@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._errors import requirement
+from jdist._errors import type_error
 from jdist._tree import PyTree, abbreviated, is_key, named_leaves, type_name
 from jdist.autograd.recording.pure import Recordable
 from jdist.rpc import RRef
@@ -144,8 +144,7 @@ def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
     for path, leaf in named_leaves(tree).items():
         if leaf is not None and not _is_array(leaf):
             rule = "must return arrays, in any pytree"
-            got = f"{type_name(leaf)} at {path}"
-            raise TypeError(requirement(call, rule, got))
+            raise type_error(call, rule, f"{type_name(leaf)} at {path}")
     return taken_apart(tree, call)
 
 
@@ -171,11 +170,10 @@ def _hashable(leaf: PyTree, call: str) -> Hashable:
     if isinstance(leaf, Recordable | RRef):
         rule = "must be neither recorded nor a reference: its derivatives are JAX's"
         remedy = "Pass the value itself, or call the function by rpc.rpc_sync."
-        raise TypeError(requirement(call, rule, leaf, remedy))
+        raise type_error(call, rule, leaf, remedy)
     try:
         hash(leaf)
     except TypeError as error:
         rule = "must be arrays, numbers, and values that can be hashed, in any pytree"
-        got = type_name(leaf)
-        raise TypeError(requirement(call, rule, got)) from error
+        raise type_error(call, rule, type_name(leaf)) from error
     return leaf

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jdist._compat import device_count_of, is_traced, unrepeatable_effect
-from jdist._errors import requirement
+from jdist._errors import requirement, type_error
 from jdist._tree import PyTree, is_inexact
 from jdist.autograd.call_primitive import callback
 from jdist.autograd.call_primitive.arguments import (
@@ -114,7 +114,7 @@ def remote_call(
     function, args, kwargs = _unbound(fn, args, named("remote_call", kwargs))
     if not callable(function) or function.__hash__ is None:
         rule = "must be a function, and hashable"
-        raise TypeError(requirement("remote_call(fn)", rule, function))
+        raise type_error("remote_call(fn)", rule, function)
     current.check_timeout("remote_call(timeout=...)", timeout)
     agent = current_agent()
     peer = agent.directory.find(to)
@@ -307,7 +307,7 @@ def _refuse_forward_mode(*_: object, target: Target, **__: object) -> NoReturn:
         "Use jax.grad, jax.vjp or jax.jacrev in place of jax.jvp, jax.jacfwd and "
         "jax.linearize, and jax.jacrev(jax.jacrev(f)) in place of jax.hessian(f)."
     )
-    raise TypeError(requirement(str(target), rule, "forward mode", remedy))
+    raise type_error(str(target), rule, "forward mode", remedy)
 
 
 ad.primitive_jvps[call_p] = _differentiate

@@ -12,7 +12,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import beside, called_outside_mesh, placed_at
-from jdist._errors import check_choice, check_flags, check_type, requirement
+from jdist._errors import (
+    check_choice,
+    check_flags,
+    check_type,
+    requirement,
+    value_error,
+)
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
@@ -207,7 +213,7 @@ def _roots(
     check_type(call, cotangents, list | tuple, rule)
     if len(cotangents) != len(roots):
         rule = f"must be {len(roots)} arrays, one for each root"
-        raise ValueError(requirement(call, rule, cotangents))
+        raise value_error(call, rule, cotangents)
     pairs = enumerate(zip(roots, cotangents, strict=True))
     return [_seeded_root(position, root, value) for position, (root, value) in pairs]
 
@@ -251,7 +257,7 @@ def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
     if (shape, dtype) != (value.shape, value.dtype):
         call = f"backward(cotangents[{position}])"
         rule = f"must be of its root's shape {value.shape} and dtype {value.dtype}"
-        raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
+        raise value_error(call, rule, f"{shape} and {dtype}")
     # Programs are compiled for the places of their arguments.
     if seed.sharding != value.sharding:
         seed = jax.device_put(seed, value.sharding)

@@ -21,7 +21,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._compat import beside
-from jdist._errors import listed, requirement
+from jdist._errors import listed, requirement, value_error
 from jdist._tree import (
     PyTree,
     abbreviated,
@@ -149,7 +149,7 @@ def unreplicate(variable: Variable) -> None:
     """
     if not _groups(current_agent()).remove(variable):
         rule = "must be a replicated variable of this worker"
-        raise ValueError(requirement("unreplicate(variable)", rule, variable))
+        raise value_error("unreplicate(variable)", rule, variable)
 
 
 class _Replica(NamedTuple):
@@ -306,7 +306,7 @@ class ReplicaGroup:
                 f"variables {each} left on {name!r}"
                 for name, each in zip(self.names, numbers, strict=True)
             )
-            raise ValueError(requirement("unreplicate(variable)", rule, got))
+            raise value_error("unreplicate(variable)", rule, got)
 
     @property
     def _tag(self) -> str:
@@ -439,7 +439,7 @@ def _names(agent: Agent, group: Iterable[str]) -> tuple[str, ...]:
     ranks = {worker.name: worker.id for worker in agent.group.workers()}
     if agent.info.name not in chosen or not chosen <= ranks.keys():
         rule = f"must be workers of the group, {agent.info.name} among them"
-        raise ValueError(requirement(f"{_CALL}(group)", rule, sorted(map(str, chosen))))
+        raise value_error(f"{_CALL}(group)", rule, sorted(map(str, chosen)))
     return tuple(sorted(chosen, key=lambda name: ranks[name]))
 
 
@@ -450,7 +450,7 @@ def _check_weight(weight: SupportsFloat) -> float:
     )
     if isinstance(weight, bool) or not number or not 0 <= float(weight) < float("inf"):
         rule = "must be a number that is not negative, or a function that returns one"
-        raise ValueError(requirement(f"{_CALL}(weight=...)", rule, weight))
+        raise value_error(f"{_CALL}(weight=...)", rule, weight)
     return float(weight)
 
 
@@ -468,8 +468,7 @@ def _check_alike(
     if found := first_difference(kinds, others):
         path, one, other = found
         rule = f"must be alike on all trainers: {one} at {path} on {first!r}"
-        got = f"{other} on {name!r}"
-        raise ValueError(requirement(f"{_CALL}(params)", rule, got))
+        raise value_error(f"{_CALL}(params)", rule, f"{other} on {name!r}")
 
 
 # --- the mean ---
@@ -489,13 +488,13 @@ def _mean(
     weights = [weight for weight in given if weight is not None]
     if weights and len(weights) < len(given):
         rule = f"must be None on all of {', '.join(names)}, or on none"
-        raise ValueError(requirement(f"{_CALL}(weight=...)", rule, given))
+        raise value_error(f"{_CALL}(weight=...)", rule, given)
     rows = list(zip(*(part.leaves[number] for part in parts), strict=True))
     if all(leaf is None for row in rows for leaf in row):
         return None
     if weights and not (sum(weights) > 0 and isfinite(sum(weights))):
         rule = f"must be positive on one of {', '.join(names)}"
-        raise ValueError(requirement(f"{_CALL}(weight=...)", rule, weights))
+        raise value_error(f"{_CALL}(weight=...)", rule, weights)
     return [_leaf_mean(row, weights) for row in rows]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._tree import PyTree, type_name
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.internal import loss_scaling, scaled
@@ -121,13 +121,12 @@ def _optimizer(made: object) -> Optimizer:
         optimizer = from_optax(made)
     else:
         rule = "must make an optimizer of jdist.optim or an optax transformation"
-        got = f"{type_name(made)} from it"
-        raise TypeError(requirement(_ARGUMENT, rule, got))
+        raise type_error(_ARGUMENT, rule, f"{type_name(made)} from it")
     if loss_scaling(optimizer) is not None:
         rule = "must make an optimizer without a loss scale"
         remedy = (
             "Its scale would be in its state, on the owners, and the loss is "
             "elsewhere. bfloat16 needs none."
         )
-        raise ValueError(requirement(_ARGUMENT, rule, optimizer.name, remedy))
+        raise value_error(_ARGUMENT, rule, optimizer.name, remedy)
     return optimizer

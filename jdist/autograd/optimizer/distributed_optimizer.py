@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import called_outside_mesh
-from jdist._errors import check_number, listed, requirement
+from jdist._errors import check_number, listed, type_error, value_error
 from jdist._tree import PyTree, descriptions
 from jdist.autograd.contexts import here
 from jdist.autograd.optimizer import owned_optimizer
@@ -96,11 +96,11 @@ class DistributedOptimizer:
                 if isinstance(rref, RemoteModule):
                     remedy = "Those of a module are `module.remote_parameters()`."
                 argument = f"{_CALL}(params_rrefs[{position}])"
-                raise TypeError(requirement(argument, rule, rref, remedy))
+                raise type_error(argument, rule, rref, remedy)
             owners.setdefault(rref.owner(), {})[position] = rref
         if not owners:
             rule = "must not be empty: optimizer got an empty parameter list"
-            raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
+            raise value_error(f"{_CALL}(params_rrefs)", rule, "nothing")
         self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         complaint = "Error creating optimizer."
@@ -234,7 +234,7 @@ class DistributedOptimizer:
             rule = "must be of replicated variables alone, or of none: gradients of "
             rule += "others differ between trainers, and so would the replicas"
             remedy = "Make an optimizer for the replicated ones and one for the others."
-            raise ValueError(requirement(argument, rule, "both kinds", remedy))
+            raise value_error(argument, rule, "both kinds", remedy)
 
     def _ask(
         self, kind: str, complaint: str, timeout: float, arguments: tuple[Any, ...] = ()
@@ -251,10 +251,10 @@ def _check_factory(optimizer: object) -> None:
             f"Pass the constructor and its arguments: `{_CALL}(optim.{optimizer.name}, "
             "params_rrefs, lr=...)`; or a function of your own that makes it."
         )
-        raise TypeError(requirement(argument, rule, f"an {optimizer.name}", remedy))
+        raise type_error(argument, rule, f"an {optimizer.name}", remedy)
     if not callable(optimizer):
         remedy = "For optax: its constructor and arguments, or a function of your own."
-        raise TypeError(requirement(argument, rule, optimizer, remedy))
+        raise type_error(argument, rule, optimizer, remedy)
 
 
 def _number(name: str, value: PyTree) -> Any:
@@ -262,8 +262,7 @@ def _number(name: str, value: PyTree) -> Any:
         if not isinstance(value, np.ndarray | np.generic | jax.Array):
             rule = "must be a number or a scalar array"
             remedy = "Give the constructor a schedule, or here its value."
-            argument = f"{_CALL}.step({name}=...)"
-            raise TypeError(requirement(argument, rule, value, remedy))
+            raise type_error(f"{_CALL}.step({name}=...)", rule, value, remedy)
         return np.asarray(value)
     return value
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import placed_as
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._tree import (
     PyTree,
     described,
@@ -181,7 +181,7 @@ class OwnedOptimizer:
                 rule = "must be changed by the optimizer with its masters alone"
                 got = "a value that another optimizer, or you, have set"
                 remedy = "Give all trainers one optimizer, or none that has masters."
-                raise ValueError(requirement(argument, rule, got, remedy))
+                raise value_error(argument, rule, got, remedy)
 
     def _alone(self, action: Callable[[], T]) -> T:
         """Calls `action` while this thread holds the variables' locks."""
@@ -213,8 +213,7 @@ def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") 
     if difference := first_difference(here, saved):
         path, there, found = difference
         rule = f"must be like the optimizer's own, {there} at {at}{path}"
-        argument = "DistributedOptimizer.load_state(state)"
-        raise ValueError(requirement(argument, rule, found))
+        raise value_error("DistributedOptimizer.load_state(state)", rule, found)
 
 
 _square = jax.jit(square)
@@ -340,12 +339,10 @@ def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
                 remedy = "Make the module with `RemoteModule(..., trainable=True)`."
             elif isinstance(value, TrainableModule):
                 remedy = "Give references to each of `module.parameters().values()`."
-            got = type_name(value)
-            raise TypeError(requirement(argument, rule, got, remedy))
+            raise type_error(argument, rule, type_name(value), remedy)
         if value in first:
             rule = "must refer to a variable that does not come twice"
-            got = f"that of params_rrefs[{first[value]}]"
-            raise ValueError(requirement(argument, rule, got))
+            raise value_error(argument, rule, f"that of params_rrefs[{first[value]}]")
         found[position] = value
         first[value] = position
     return found

@@ -30,7 +30,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import called_outside_mesh, is_traced, part_of, without_unread
-from jdist._errors import requirement
+from jdist._errors import type_error
 from jdist._flax import module_leaves
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, is_inexact, type_name
@@ -301,7 +301,7 @@ def _take(
         if is_traced(leaf):
             rule = "must not be given traced arrays beside recorded values"
             remedy = "Inside jax.grad and jax.jit use autograd.remote_call."
-            raise TypeError(requirement("apply(*args)", rule, str(leaf), remedy))
+            raise type_error("apply(*args)", rule, str(leaf), remedy)
         # A copy: the caller may write to it before the backward pass reads it.
         arrays.append(np.array(leaf) if type(leaf) is np.ndarray else leaf)
         edges.append(None)
@@ -333,7 +333,7 @@ def _key(leaf: object) -> Hashable:
         "Register its class with jax.tree_util, or mark the function with "
         "@autograd.eager: then it runs as Python, with recorded values."
     )
-    raise TypeError(requirement("apply(*args)", rule, type_name(leaf), remedy))
+    raise type_error("apply(*args)", rule, type_name(leaf), remedy)
 
 
 def _key_of_end(end: SupportsInt | None) -> int | None:
@@ -351,7 +351,7 @@ def _refuse_closure(fn: PureCallable) -> None:
         if isinstance(value, Recordable):
             rule = "must not refer to recorded values or variables"
             remedy = "Pass them as arguments: only these are differentiated."
-            raise TypeError(requirement("apply(fn)", rule, _name(fn), remedy))
+            raise type_error("apply(fn)", rule, _name(fn), remedy)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -415,8 +415,7 @@ def eager(fn: F) -> F:
         # travels.
         setattr(inner, _MARK, True)
     except (AttributeError, TypeError):
-        rule = "must be a Python function"
-        raise TypeError(requirement("eager(fn)", rule, fn)) from None
+        raise type_error("eager(fn)", "must be a Python function", fn) from None
     return fn
 
 
@@ -471,7 +470,7 @@ def _state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
     lost = sorted(path for path, leaf in after if id(leaf) not in kept)
     if lost:
         rule = "must not change a module that it is given: the change would be lost"
-        raise TypeError(requirement(call, rule, ", ".join(lost), KEEPS_STATE))
+        raise type_error(call, rule, ", ".join(lost), KEEPS_STATE)
 
 
 def refuse_in_pure(what: str, *names: object) -> None:
@@ -486,12 +485,10 @@ def refuse_in_pure(what: str, *names: object) -> None:
     """
     call = _tracing.get()
     if call is not None:
-        raise TypeError(
-            requirement(
-                call,
-                "must be a pure function of its arguments: it is compiled",
-                what.format(*names),
-                "Pass recorded values and variables as arguments, or mark the function "
-                "with @autograd.eager: then it runs as Python, with recorded values.",
-            )
+        raise type_error(
+            call,
+            "must be a pure function of its arguments: it is compiled",
+            what.format(*names),
+            "Pass recorded values and variables as arguments, or mark the function "
+            "with @autograd.eager: then it runs as Python, with recorded values.",
         )

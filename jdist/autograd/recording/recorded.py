@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import is_traced, placed, refuse_as_argument
-from jdist._errors import quoted, requirement
+from jdist._errors import quoted, requirement, type_error
 from jdist._tree import PyTree, abbreviated, is_inexact
 from jdist.autograd.recording import pure
 from jdist.autograd.recording.errors import AutogradError
@@ -122,7 +122,7 @@ def _comparison(fn: Callable[..., PyTree]) -> Method:
             if tree or isinstance(side, list | tuple | dict):
                 rule = "must compare one array with an array or a number"
                 remedy = "Trees are compared leaf by leaf: `autograd.apply(fn, x, y)`."
-                raise TypeError(requirement(f"{fn.__name__}(x, y)", rule, side, remedy))
+                raise type_error(f"{fn.__name__}(x, y)", rule, side, remedy)
         return record(fn, (self, other), {}, numbers=(int, float, complex))
 
     return compare
@@ -303,9 +303,8 @@ class Operators(Recordable):
 
     def _check_one_array(self, name: str) -> None:
         if self.flat()[0].structure != ONE.structure:
-            rule = "must be of one array"
             remedy = f"Name the leaf: `autograd.apply(lambda x: x[...].{name}, x)`."
-            raise TypeError(requirement(f"x.{name}", rule, quoted(self), remedy))
+            raise type_error(f"x.{name}", "must be of one array", quoted(self), remedy)
 
     # --- what would drop the history, and says so ---
 

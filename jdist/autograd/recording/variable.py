@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jdist._compat import beside, is_traced, placed
-from jdist._errors import check_function, quoted, requirement
+from jdist._errors import check_function, quoted, type_error, value_error
 from jdist._flax import other_variables
 from jdist._tree import PyTree, abbreviated, named_leaves, path_of
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
@@ -100,7 +100,7 @@ class Variable(Operators):
         self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
-            raise ValueError(requirement("variable(tree)", rule, tree))
+            raise value_error("variable(tree)", rule, tree)
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
         self.step_lock = InterruptSafeLock()
@@ -135,7 +135,7 @@ class Variable(Operators):
     def _refuse_copy(self) -> NoReturn:
         rule = "must not be given a variable: gradients would go to the original"
         remedy = "Make another one: `autograd.variable(x.value)`."
-        raise TypeError(requirement("copy(x)", rule, quoted(self), remedy))
+        raise type_error("copy(x)", rule, quoted(self), remedy)
 
     @property
     def structure(self) -> jax.tree_util.PyTreeDef:
@@ -316,7 +316,7 @@ def _refuse_state(tree: PyTree) -> None:
     if found:
         rule = "must hold no state but nnx.Param: it would never change"
         got = ", ".join(sorted(f"{kind} at {path}" for path, kind in found.items()))
-        raise TypeError(requirement("variable(tree)", rule, got, KEEPS_STATE))
+        raise type_error("variable(tree)", rule, got, KEEPS_STATE)
 
 
 def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
@@ -327,8 +327,7 @@ def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
         if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number):
             return _copied(array)
     rule = "must be made of arrays"
-    shown = f"{leaf!r} at {path_of(keys)}"
-    raise TypeError(requirement("variable(tree)", rule, shown))
+    raise type_error("variable(tree)", rule, f"{leaf!r} at {path_of(keys)}")
 
 
 def _copied(array: np.ndarray) -> jax.Array:
@@ -343,12 +342,11 @@ def _check_paths(before: PyTree, after: PyTree) -> None:
     old, new = named_leaves(before), named_leaves(after)
     if old.keys() != new.keys():
         rule = f"must have the leaves {', '.join(old)}, as before"
-        raise ValueError(requirement("Variable.value", rule, ", ".join(new)))
+        raise value_error("Variable.value", rule, ", ".join(new))
     for path, leaf in old.items():
         if abbreviated(leaf) != abbreviated(new[path]):
             rule = f"must be {abbreviated(leaf)} at {path}, as before"
-            got = abbreviated(new[path])
-            raise ValueError(requirement("Variable.value", rule, got))
+            raise value_error("Variable.value", rule, abbreviated(new[path]))
 
 
 def _check_hooked(gradient: PyTree, changed: PyTree) -> None:
@@ -359,7 +357,7 @@ def _check_hooked(gradient: PyTree, changed: PyTree) -> None:
     if kinds[0] != kinds[1]:
         rule = "must return a gradient of the same structure, shapes and dtypes, "
         rule += f"{kinds[0]}"
-        raise ValueError(requirement("register_hook(hook)", rule, f"{kinds[1]}"))
+        raise value_error("register_hook(hook)", rule, f"{kinds[1]}")
 
 
 def _discard(hooks: dict[object, Hook], key: object) -> None:

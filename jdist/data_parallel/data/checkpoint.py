@@ -24,7 +24,7 @@ from jdist._checkpoint import (
     check_same,
     struct_of,
 )
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, check_state, descriptions, named_leaves, unworded, words
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
@@ -167,7 +167,7 @@ def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
             rule = "must have a hook_state where a hook keeps PRNG keys"
             remedy = "Make it: `like._replace(hook_state=step.start(like, *shards))`."
             got = f"none, for {text} at {path}"
-            raise ValueError(requirement("restore(like=...)", rule, got, remedy))
+            raise value_error("restore(like=...)", rule, got, remedy)
         leaf = struct_of(text)
         rows = leaf.shape[0]
         if isinstance(place, NamedSharding) and rows != place.mesh.size:
@@ -177,7 +177,7 @@ def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
                 "`restore(..., hook_state=False)`."
             )
             got = f"one for {place.mesh.size}"
-            raise ValueError(requirement("restore(like=...)", rule, got, remedy))
+            raise value_error("restore(like=...)", rule, got, remedy)
         name = path.removeprefix(f"{_HOOK_STATE}/")
         found[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     return found

@@ -41,12 +41,7 @@ from jax.sharding import Mesh
 
 from jdist._agreement import Records
 from jdist._compat import abandon_distributed, distributed_client, require_backend
-from jdist._errors import (
-    JdistError,
-    check_positive_seconds,
-    check_type,
-    requirement,
-)
+from jdist._errors import JdistError, check_positive_seconds, check_type, value_error
 from jdist._scheduling import in_batch_class
 
 if TYPE_CHECKING:
@@ -262,10 +257,10 @@ def _place(environment: Mapping[str, str]) -> RunPlace | None:
         missing = ", ".join(name for name in VARIABLES if name not in given)
         rule = f"must be set together with {missing}"
         remedy = "Start the program by `python -m jdist.launch`."
-        raise ValueError(requirement(", ".join(given), rule, "a part", remedy))
+        raise value_error(", ".join(given), rule, "a part", remedy)
     rank, size = (_number(name, environment[name]) for name in VARIABLES[:2])
     if not 0 <= rank < size:
-        raise ValueError(requirement("RANK", f"must be in 0..{size - 1}", rank))
+        raise value_error("RANK", f"must be in 0..{size - 1}", rank)
     coordinator = environment["JAX_COORDINATOR_ADDRESS"]
     port = coordinator.rpartition(":")[2]
     told = (environment[name] for name in _BIND if name in environment)
@@ -286,7 +281,7 @@ def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(requirement(name, "must be a number", text))
+        raise value_error(name, "must be a number", text)
     return int(text)
 
 
@@ -297,8 +292,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
         if count.isdecimal() and int(count) > 1:
             rule = f"must say how to find the other processes: {name} is {count}"
             remedy = f"{remedy} Or unset {name}, if this process is alone."
-            argument = "process_group(cluster=...)"
-            raise ValueError(requirement(argument, rule, None, remedy))
+            raise value_error("process_group(cluster=...)", rule, None, remedy)
 
 
 def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
@@ -306,9 +300,8 @@ def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
         initialize(cluster_detection_method=None if cluster == "auto" else cluster)
     except (ValueError, KeyError, ImportError) as error:
         rule = "must be a kind of cluster that JAX finds here"
-        argument = "process_group(cluster=...)"
         got = f"{cluster!r}, and JAX says: {error!r}"
-        raise ValueError(requirement(argument, rule, got)) from error
+        raise value_error("process_group(cluster=...)", rule, got) from error
 
 
 # --- the end ---

@@ -26,7 +26,7 @@ from jdist._errors import (
     check_flags,
     check_number,
     check_sequence,
-    requirement,
+    value_error,
 )
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.placement import Placement
@@ -126,7 +126,7 @@ class Sampler:
         wanted = range(replicas) if ranks is None else ranks
         if not wanted or not set(wanted) <= set(range(replicas)):
             rule = f"must be some of the {replicas} replicas"
-            raise ValueError(requirement("shards(ranks=...)", rule, list(wanted)))
+            raise value_error("shards(ranks=...)", rule, list(wanted))
         for step in range(start, self.steps):
             rows = order[step * self.batch : (step + 1) * self.batch]
             parts = np.array_split(rows, replicas)
@@ -186,7 +186,7 @@ class Sampler:
         count = examples_in(data, "Sampler.batches(data=...)")
         if count != self.examples:
             rule = f"must have the sampler's {self.examples} examples"
-            raise ValueError(requirement("batches(data=...)", rule, count))
+            raise value_error("batches(data=...)", rule, count)
         placement = Placement.of("batches", mesh, replicas, data_axis)
         fewest = -(-self.batch // placement.count)
         if rows is None:

@@ -20,7 +20,7 @@ from jdist._errors import (
     check_number,
     check_positive_seconds,
     check_type,
-    requirement,
+    value_error,
 )
 from jdist._tree import (
     PyTree,
@@ -115,8 +115,7 @@ class Elastic:
         if loss_scaling(optimizer) is not None:
             rule = "must have no loss scale, which replicas do not multiply by"
             remedy = "Leave `loss_scale` out: bfloat16 needs none."
-            argument = f"{call}(optimizer=...)"
-            raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+            raise value_error(f"{call}(optimizer=...)", rule, optimizer.name, remedy)
         check_type(f"{call}(sampler=...)", sampler, Sampler, "must be a Sampler")
         reductions.check_reduction(call, reduction)
         if slots is not None:
@@ -136,7 +135,7 @@ class Elastic:
             if folder is None:
                 rule = "must be None where there is no folder"
                 remedy = "Give `folder=`, one that all replicas can reach."
-                raise ValueError(requirement(argument, rule, save_every, remedy))
+                raise value_error(argument, rule, save_every, remedy)
         check_positive_seconds(f"{call}(timeout=...)", timeout)
         self._programs = Programs(loss_fn, optimizer, reduction)
         self._optimizer, self._sampler, self._reduction = optimizer, sampler, reduction
@@ -202,7 +201,7 @@ class Elastic:
         examples = examples_in(data, f"{call}(data=...)")
         if examples != sampler.examples:
             rule = f"must have the sampler's {sampler.examples} examples"
-            raise ValueError(requirement(f"{call}(data=...)", rule, examples))
+            raise value_error(f"{call}(data=...)", rule, examples)
         check_arrays(f"{call}(params=...)", params)
         counted = _checked_weights(call, weights, examples)
         batches = Batches(data, counted, sampler, self._slots)
@@ -270,4 +269,4 @@ def _check_batches(call: str, batches: Batches, epochs: int, reduction: str) -> 
         if not batches.weights[batches.rows(step)].any():
             rule = "must have a positive weight in every batch"
             got = f"none in that of step {step}"
-            raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+            raise value_error(f"{call}(weights=...)", rule, got)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._scheduling import enter_batch_class
 from jdist._tree import first_difference
 from jdist.data_parallel.elasticity.follower import Follower, Snapshot, Unreachable
@@ -135,7 +135,7 @@ class LeaderService:
         if difference := first_difference(self._agreed, message.terms):
             name, here, there = difference
             rule = f"must have the same {name} on all workers, {here} as on rank 0"
-            error = ValueError(requirement("Elastic.run(...)", rule, there))
+            error = value_error("Elastic.run(...)", rule, there)
             answer.set_exception(error)
             return
         report = message.report
@@ -303,7 +303,7 @@ class ElasticRuns:
         with self._lock:
             if name in self._followers:
                 rule = "must be of no run that this worker is in"
-                raise ValueError(requirement("Elastic.run(name=...)", rule, name))
+                raise value_error("Elastic.run(name=...)", rule, name)
             self._followers[name] = follower
         try:
             yield
@@ -319,7 +319,7 @@ class ElasticRuns:
         with self._lock:
             if name in self._leaders:
                 rule = "must be new in the group: the run of that name has begun"
-                raise ValueError(requirement("Elastic.run(name=...)", rule, name))
+                raise value_error("Elastic.run(name=...)", rule, name)
             self._leaders[name] = leader
             early = self._early.pop(name, {})
         for replica, (message, answer) in early.items():

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._compat import is_traced
-from jdist._errors import check_sequence, quoted, requirement
+from jdist._errors import check_sequence, quoted, type_error, value_error
 from jdist._tree import PyTree
 
 Cap = float | Sequence[float] | None
@@ -69,7 +69,7 @@ def assign_buckets(
     check_sequence(argument, leaves, object, rule)
     for leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(requirement(argument, rule, quoted(leaf)))
+            raise type_error(argument, rule, quoted(leaf))
     limits = _check_limits("assign_buckets(limits=...)", limits)
     done: list[list[int]] = []
     filling: dict[Any, list[int]] = {}
@@ -129,8 +129,7 @@ def check_cap(argument: str, cap: Cap) -> None:
     one = 1 if cap is None else cap
     numbers: Any = cap if isinstance(cap, Sequence) else (one,)
     if not all(isinstance(limit, Real) for limit in numbers):
-        rule = "must be None, or limits in MiB"
-        raise TypeError(requirement(argument, rule, quoted(cap)))
+        raise type_error(argument, "must be None, or limits in MiB", quoted(cap))
     _check_limits(argument, numbers)
 
 
@@ -160,10 +159,9 @@ def _check_limits(argument: str, limits: Sequence[float]) -> tuple[float, ...]:
     check_sequence(argument, limits, Real, "must be numbers")
     limits = tuple(limits)
     if not limits:
-        rule = "must have at least one limit"
-        raise ValueError(requirement(argument, rule, limits))
+        raise value_error(argument, "must have at least one limit", limits)
     # `not >=` and not `<`, so that NaN is refused too.
     wrong = [limit for limit in limits if not limit >= 0]
     if wrong:
-        raise ValueError(requirement(argument, "must be at least 0 each", wrong[0]))
+        raise value_error(argument, "must be at least 0 each", wrong[0])
     return limits

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
 from jdist._compat import after, alike
-from jdist._errors import check_choice, quoted, requirement
+from jdist._errors import check_choice, quoted, type_error, value_error
 from jdist._tree import (
     PyTree,
     described,
@@ -384,8 +384,7 @@ class Communication:
                     "Over those a gradient may be divided, and it would be made whole. "
                     f"Parameters that are whole need a mesh with {self.axis!r} alone."
                 )
-                argument = f"{self.call}({name}=...)"
-                raise ValueError(requirement(argument, rule, got, remedy))
+                raise value_error(f"{self.call}({name}=...)", rule, got, remedy)
 
     def _check_hook(self) -> None:
         argument = f"{self.call}(hook=...)"
@@ -393,11 +392,10 @@ class Communication:
             return
         if not (isinstance(self.hook, Hook) or callable(self.hook)):
             rule = "must be a hook, such as data_parallel.hooks.bf16(), or a function"
-            raise TypeError(requirement(argument, rule, quoted(self.hook)))
+            raise type_error(argument, rule, quoted(self.hook))
         if self.method != "all_reduce":
             rule = "must be left out where a hook sums the gradients"
-            got = repr(self.method)
-            raise ValueError(requirement(f"{self.call}(method=...)", rule, got))
+            raise value_error(f"{self.call}(method=...)", rule, repr(self.method))
 
     def _checked(self, given: Bucket, result: PyTree) -> tuple[PyTree, Bucket]:
         """The state and the bucket that a hook has returned."""
@@ -412,4 +410,4 @@ class Communication:
                 got = f"{type_name(other)} for the bucket"
             case _:
                 got = type_name(result)
-        raise ValueError(requirement(f"{self.call}(hook=...)", rule, got))
+        raise value_error(f"{self.call}(hook=...)", rule, got)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, descriptions, first_difference, named_leaves
 
 
@@ -22,7 +22,7 @@ def check_hook_rows(argument: str, kept: PyTree, replicas: int) -> None:
         if leaf.shape[:1] != (replicas,):
             rule = f"must have what a hook kept of {replicas} replicas"
             got = f"an array of shape {leaf.shape}"
-            raise ValueError(requirement(argument, rule, got, _ANEW))
+            raise value_error(argument, rule, got, _ANEW)
 
 
 def structured(argument: str, kept: dict[str, Any], like: PyTree) -> PyTree:
@@ -40,7 +40,7 @@ def structured(argument: str, kept: dict[str, Any], like: PyTree) -> PyTree:
     if found := first_difference(descriptions(wanted), descriptions(kept)):
         path, want, got = found
         rule = f"must have what this step's hook keeps, {want} at hook_state/{path}"
-        raise ValueError(requirement(argument, rule, got, _ANEW))
+        raise value_error(argument, rule, got, _ANEW)
     structure: Any = jax.tree.structure(like)
     return structure.unflatten(kept[path] for path in wanted)
 

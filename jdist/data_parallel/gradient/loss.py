@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, descriptions, first_difference, named_leaves, type_name
 
 
@@ -56,7 +56,7 @@ class Loss:
             rule = f"must return the tuple ({', '.join(wanted)})"
             size = f" of {len(found)}" if isinstance(found, tuple) else ""
             got = f"{type_name(found)}{size}"
-            raise ValueError(requirement("loss_fn(params, batch)", rule, got))
+            raise value_error("loss_fn(params, batch)", rule, got)
         losses, *rest = found
         new_states = None if states is None else rest[0]
         _check_state(states, new_states)
@@ -70,4 +70,4 @@ def _check_state(old: PyTree, new: PyTree) -> None:
     if difference := first_difference(*both):
         path, expected, found = difference
         rule = f"must return a state like the one it was given, {expected} at {path}"
-        raise ValueError(requirement("loss_fn(states=...)", rule, found))
+        raise value_error("loss_fn(states=...)", rule, found)

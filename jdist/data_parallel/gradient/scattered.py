@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 
 Shape = tuple[int, ...]
 
@@ -64,7 +64,7 @@ def _dimension(shape: Shape, replicas: int) -> int:
     found = scattered_dimension(shape, replicas)
     if found is None:
         rule = f"must have a dimension that {replicas} replicas divide"
-        raise ValueError(requirement("a scattered array", rule, shape))
+        raise value_error("a scattered array", rule, shape)
     return found
 
 

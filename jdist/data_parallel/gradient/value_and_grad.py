@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._compat import called_outside_mesh, paced
-from jdist._errors import check_function, requirement
+from jdist._errors import check_function, value_error
 from jdist._tree import PyTree, check_arrays, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
@@ -198,4 +198,4 @@ class _Programs:
 def _check_no_state(hook_state: PyTree) -> None:
     if hook_state is not None:
         rule = "must be None for a hook that keeps no state, and without a hook"
-        raise ValueError(requirement("fn(hook_state=...)", rule, hook_state))
+        raise value_error("fn(hook_state=...)", rule, hook_state)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, type_error
 from jdist._tree import PyTree
 
 
@@ -106,9 +106,8 @@ def require_real(name: str, bucket: Bucket) -> None:
       TypeError: It is one.
     """
     if jnp.iscomplexobj(bucket.buffer):
-        rule = "must be used with real gradients"
         got = f"{bucket.buffer.dtype} at {bucket.paths[0]}"
-        raise TypeError(requirement(f"hooks.{name}", rule, got))
+        raise type_error(f"hooks.{name}", "must be used with real gradients", got)
 
 
 def check_hook(argument: str, given: object) -> None:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jdist._compat import called_outside_mesh
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -125,7 +125,7 @@ def check_agree(descriptions: Sequence[Mapping[str, str]], argument: str) -> Non
             path, expected, found = difference
             where = f" at {path}" if path else ""
             rule = f"must agree with process 0: {expected}{where}"
-            raise ValueError(requirement(argument, rule, f"{found} on process {rank}"))
+            raise value_error(argument, rule, f"{found} on process {rank}")
 
 
 def _check_processes(tree: PyTree, name: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdist._compat import ArrayImpl, is_traced
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, check_arrays, is_shape, named_leaves
 from jdist.data_parallel.replicas.mapping import EACH
 from jdist.data_parallel.replicas.placement import Placement
@@ -71,13 +71,12 @@ def check_alive(argument: str, tree: PyTree) -> None:
     if not any(map(_is_deleted, jax.tree.leaves(tree))):
         return
     path = next(k for k, leaf in named_leaves(tree).items() if _is_deleted(leaf))
-    rule = "must hold arrays that are in use"
     got = f"one at {path} whose buffer was donated or deleted"
     remedy = (
         "A step takes over the buffers of the state it is given: go on with the state "
         "that it returns, or give it a copy, `jax.tree.map(jnp.copy, state)`."
     )
-    raise ValueError(requirement(argument, rule, got, remedy))
+    raise value_error(argument, "must hold arrays that are in use", got, remedy)
 
 
 def check_place(argument: str, state: PyTree, placement: Placement) -> None:
@@ -102,8 +101,7 @@ def check_place(argument: str, state: PyTree, placement: Placement) -> None:
         "Make it by `init` of this step; a state of other devices goes through "
         "`TrainCheckpoints`, which restores it like one of `init`."
     )
-    got = f"{path} on {_listed(leaf.sharding)}"
-    raise ValueError(requirement(argument, rule, got, remedy))
+    raise value_error(argument, rule, f"{path} on {_listed(leaf.sharding)}", remedy)
 
 
 def brought(
@@ -173,7 +171,7 @@ def _moved(tree: PyTree, place: Any, argument: str) -> PyTree:
     if not place.is_fully_addressable:  # `device_put` would need all processes.
         rule = "must be arrays over the devices of all processes, or of none"
         remedy = "Use `shard_batch` for batches and `replicate` for parameters."
-        raise ValueError(requirement(argument, rule, "arrays of this one", remedy))
+        raise value_error(argument, rule, "arrays of this one", remedy)
     return structure.unflatten(
         jax.device_put(leaf, place) if _is_elsewhere(leaf, place) else leaf
         for leaf in leaves

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from jdist._compat import KEEPS_EXPLICIT_SHARDS, is_traced
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, is_shape, named_leaves
 from jdist.data_parallel.replicas.placement import Placement
 
@@ -46,7 +46,7 @@ def check_mesh(call: str, placement: Placement) -> bool:
                 "the mesh by `jax.make_mesh(shape, names, axis_types=(jax.sharding."
                 "AxisType.Auto,) * len(names))`, or install `jax>=0.12`."
             )
-            raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
+            raise value_error(f"{call}(mesh=...)", rule, got, remedy)
     return bool(further)
 
 
@@ -61,7 +61,7 @@ def check_alone(call: str, placement: Placement) -> None:
         rule = f"must have no axis beside {placement.axis!r}, over which a parameter "
         rule += "may be divided"
         got = f"axes {', '.join(map(repr, further))}"
-        raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
+        raise value_error(f"{call}(mesh=...)", rule, got)
 
 
 def check_params(argument: str, params: PyTree, placement: Placement) -> None:
@@ -84,13 +84,12 @@ def check_params(argument: str, params: PyTree, placement: Placement) -> None:
         if not is_divided(leaf) or _is_kept(leaf.sharding, placement):
             continue
         rule = f"must be whole on each replica, or divided over axes beside {axis!r}"
-        got = f"{leaf.sharding} at {path}"
         remedy = (
             "Lay them out with jax.device_put. `data_parallel.zero` divides the "
             "optimizer's state over the replicas; parameters that only fit divided "
             "over all devices take `jax.jit` with shardings of your own."
         )
-        raise ValueError(requirement(argument, rule, got, remedy))
+        raise value_error(argument, rule, f"{leaf.sharding} at {path}", remedy)
 
 
 def is_divided(leaf: object) -> bool:

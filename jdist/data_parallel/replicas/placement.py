@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._errors import check_at_least, check_type, quoted, requirement
+from jdist._errors import check_at_least, check_type, quoted, type_error, value_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Placement:
             remedy = f"Name one of its axes, as in `data_axis={mesh.axis_names[0]!r}`."
             rule = f"must have the axis {axis!r}"
             got = f"a mesh with the axes {mesh.axis_names}"
-            raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
+            raise value_error(f"{call}(mesh=...)", rule, got, remedy)
         return cls(mesh, int(mesh.shape[axis]), axis)
 
     @property
@@ -98,9 +98,8 @@ class Placement:
         ]
         if not own:
             rule = "must have devices of every process that takes part"
-            got = f"none of process {here}"
             remedy = "Make it over `jax.devices()`, as `process_group` does."
-            raise ValueError(requirement("mesh", rule, got, remedy))
+            raise value_error("mesh", rule, f"none of process {here}", remedy)
         return own
 
 
@@ -116,10 +115,10 @@ def check_given(call: str, mesh: object, replicas: int | None) -> None:
         rule = "must be a jax.sharding.Mesh, or left out where `replicas=` is given"
         remedy = "Replicas that share one device: `replicas=2`."
         if not isinstance(mesh, Mesh):
-            raise TypeError(requirement(argument, rule, quoted(mesh), remedy))
+            raise type_error(argument, rule, quoted(mesh), remedy)
         return
     if mesh is not None:
         rule = f"must be left out where `replicas={replicas!r}` is given"
         remedy = "A mesh has as many replicas as its axis has devices."
-        raise ValueError(requirement(argument, rule, quoted(mesh), remedy))
+        raise value_error(argument, rule, quoted(mesh), remedy)
     check_at_least(f"{call}(replicas=...)", replicas, 1)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jdist._errors import check_number, check_sequence, requirement
+from jdist._errors import check_number, check_sequence, value_error
 from jdist._tree import PyTree, Shaped, check_arrays, examples_in, is_shape, wide_dtype
 from jdist.data_parallel.replicas.placement import Placement
 from jdist.reduction import weight_array
@@ -151,9 +151,8 @@ def check_rows(count: int, replicas: int) -> None:
     """Checks that the replicas divide the rows."""
     if count % replicas or not count:
         rule = f"must divide evenly over {replicas} replicas"
-        got = f"{count} examples"
         remedy = "Use `shard_batch`, which pads with weight 0."
-        raise ValueError(requirement("fn(batch=...)", rule, got, remedy))
+        raise value_error("fn(batch=...)", rule, f"{count} examples", remedy)
 
 
 def _check_sizes(
@@ -166,7 +165,7 @@ def _check_sizes(
             "A process without examples gives one of its others with weight 0, as "
             "`Sampler.batches` and `Join` do: the padding repeats it."
         )
-        raise ValueError(requirement("shard_batch(batch=...)", rule, "none", remedy))
+        raise value_error("shard_batch(batch=...)", rule, "none", remedy)
     if sizes is None:
         share, extra = divmod(count, replicas)
         return tuple(share + (rank < extra) for rank in range(replicas))
@@ -177,13 +176,12 @@ def _check_sizes(
     sizes = tuple(map(int, sizes))
     if len(sizes) != replicas:
         rule = f"must have one size for each of the {replicas} replicas"
-        raise ValueError(requirement(argument, rule, f"{len(sizes)} sizes, {sizes}"))
+        raise value_error(argument, rule, f"{len(sizes)} sizes, {sizes}")
     if min(sizes) < 0:
-        raise ValueError(requirement(argument, "must be at least 0 each", sizes))
+        raise value_error(argument, "must be at least 0 each", sizes)
     if sum(sizes) != count:
-        rule = f"must add up to the batch's {count} examples"
         got = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
-        raise ValueError(requirement(argument, rule, got))
+        raise value_error(argument, f"must add up to the batch's {count} examples", got)
     return sizes
 
 
@@ -198,7 +196,7 @@ def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> i
             "all, the most that a replica has anywhere. Here it would be "
             f"{max(sizes)}."
         )
-        raise ValueError(requirement(argument, rule, rows, remedy))
+        raise value_error(argument, rule, rows, remedy)
     rule = f"must be at least the largest of the sizes, {sizes}"
     check_number(argument, rows, rule, lambda n: n >= max(sizes), whole=True)
     return int(rows)
@@ -210,8 +208,7 @@ def _check_weights(weights: Weights, count: int, *, several: bool) -> np.ndarray
     weights = np.asarray(weight_array("shard_batch(weights=...)", weights))
     if weights.shape != (count,):
         rule = f"must be one per example, shape ({count},)"
-        got = f"shape {weights.shape}"
-        raise ValueError(requirement("shard_batch(weights=...)", rule, got))
+        raise value_error("shard_batch(weights=...)", rule, f"shape {weights.shape}")
     check_weight_values("shard_batch", weights, all_zero=several)
     return weights
 
@@ -264,8 +261,7 @@ def check_weighted(call: str, batch: PyTree) -> None:
                 "Pass both, as `batch, weights = shard_batch(...)` returns them; or "
             )
             remedy += "ones, to count all rows."
-            argument = f"{call}(weights=...)"
-            raise ValueError(requirement(argument, rule, None, remedy))
+            raise value_error(f"{call}(weights=...)", rule, None, remedy)
 
 
 def weights_given(
@@ -287,7 +283,7 @@ def weights_given(
             rule = f"must be for a step with reduction={reduction!r}"
             got = f"those of a `Join` for {weights.reduction!r}"
             remedy = "Build the step with `reduction=joined.reduction`."
-            raise ValueError(requirement(f"{call}(weights=...)", rule, got, remedy))
+            raise value_error(f"{call}(weights=...)", rule, got, remedy)
         weights = weights.array
     if is_shape(weights):
         return _weights_shape(call, weights, count)
@@ -312,8 +308,7 @@ def check_one_per_row(call: str, weights: Shaped, count: int) -> None:
     """Checks the shape of weights that are given to a step."""
     if weights.shape != (count,):
         rule = f"must be one per row, shape ({count},)"
-        got = f"shape {weights.shape}"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+        raise value_error(f"{call}(weights=...)", rule, f"shape {weights.shape}")
 
 
 def check_weight_values(
@@ -328,12 +323,10 @@ def check_weight_values(
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if wrong.size:
         got = f"{weights[wrong[0]]} for example {wrong[0]}"
-        rule = "must be finite and at least 0"
-        raise ValueError(requirement(argument, rule, got))
+        raise value_error(argument, "must be finite and at least 0", got)
     if not all_zero and not weights.any():
         rule = "must not all be 0: there would be nothing to average"
-        got = f"{weights.size} zeros"
-        raise ValueError(requirement(argument, rule, got))
+        raise value_error(argument, rule, f"{weights.size} zeros")
     floating = jnp.issubdtype(weights.dtype, jnp.floating)
     dtype = jax.dtypes.canonicalize_dtype(weights.dtype if floating else np.float32)
     kept = jnp.finfo(wide_dtype(dtype))
@@ -344,7 +337,7 @@ def check_weight_values(
         rule = f"must have a total between {kept.tiny:.2g} and {kept.max:.2g}, as "
         rule += f"{kept.dtype} can hold it"
         remedy = "Multiply them all by one number: a mean does not change."
-        raise ValueError(requirement(argument, rule, f"{total:.3g}", remedy))
+        raise value_error(argument, rule, f"{total:.3g}", remedy)
 
 
 def _padded_rows(sizes: tuple[int, ...], width: int) -> tuple[np.ndarray, np.ndarray]:

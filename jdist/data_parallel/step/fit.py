@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import Checkpoints
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, value_error
 from jdist._fit import (
     Metrics,
     check_batches,
@@ -156,7 +156,7 @@ def _pairs(
         got = "one batch, arrays that the loss function takes together"
         remedy = "Wrap a single batch in a list, and what is a tuple in a pair: "
         remedy += "`[(batch, None)]`."
-        raise ValueError(requirement(f"{call}(batches)", rule, got, remedy))
+        raise value_error(f"{call}(batches)", rule, got, remedy)
     for number, given in enumerate(batches):
         batch, weights = pair(given)
         if not number and weights is not None and not _are_weights(weights):
@@ -181,7 +181,7 @@ def _check_pair(
     remedy = (
         "Give `(batch, None)` for a batch that is a pair, `((inputs, targets), None)`."
     )
-    raise ValueError(requirement(f"{call}(batches)", rule, got, remedy))
+    raise value_error(f"{call}(batches)", rule, got, remedy)
 
 
 def _takes(step: TrainStep, state: TrainState, batch: PyTree) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jdist._errors import JdistError, check_choice, requirement
+from jdist._errors import JdistError, check_choice, value_error
 from jdist._tree import PyTree, examples_in, owned
 from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import (
@@ -101,7 +101,7 @@ class Join:
             rule = (
                 f"must have one stream for each of the {len(self._own)} replicas here"
             )
-            raise ValueError(requirement("Join(streams=...)", rule, len(streams)))
+            raise value_error("Join(streams=...)", rule, len(streams))
         self._streams = [iter(stream) for stream in streams]
         self._rows, self._divide_by, self._weighted = rows, divide_by, weighted
         self._raises = early_end == "error"
@@ -140,7 +140,7 @@ class Join:
         count = examples_in(batch, "Join(streams=...)")
         if not count:
             rule = "must hold batches of one example or more"
-            raise ValueError(requirement("Join(streams=...)", rule, "an empty batch"))
+            raise value_error("Join(streams=...)", rule, "an empty batch")
         own = np.ones(count, np.float32) if weights is None else np.asarray(weights)
         # In float64, since every weight is divided by it.
         total = own.sum(dtype=np.float64)
@@ -160,7 +160,7 @@ class Join:
         if not given:
             if spare is None:
                 rule = "must hold at least one batch in every process"
-                raise ValueError(requirement("Join(streams=...)", rule, "none here"))
+                raise value_error("Join(streams=...)", rule, "none here")
             # `shard_batch` pads with real examples, so it needs at least one.
             batch, weights = jax.tree.map(lambda x: x[:1], spare)
             given, sizes[0] = [(batch, np.zeros_like(weights))], 1

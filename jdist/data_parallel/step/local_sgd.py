@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._compat import called_outside_mesh, paced
-from jdist._errors import check_at_least, check_function, requirement
+from jdist._errors import check_at_least, check_function, value_error
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -269,8 +269,7 @@ def _check_options(
     if optimizer.precision is not None:
         rule = "must have no masters, which are state and are not averaged"
         remedy = "Train in float32, or in 16 bits without masters."
-        argument = "LocalSGD(optimizer=...)"
-        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+        raise value_error("LocalSGD(optimizer=...)", rule, optimizer.name, remedy)
     for name, value, least in (("period", period, 1), ("start", start, 0)):
         check_at_least(f"LocalSGD({name}=...)", value, least)
 
@@ -321,7 +320,7 @@ def _group_sum(array: jax.Array, bucket: Bucket, size: int) -> jax.Array:
     count = bucket.replicas
     if count % size:
         rule = f"must divide the {count} replicas"
-        raise ValueError(requirement("LocalSGD(group_size=...)", rule, size))
+        raise value_error("LocalSGD(group_size=...)", rule, size)
     # Each array is passed around its group, and all members add them in rank order, so
     # that they get the same bits.
     rows = [array]

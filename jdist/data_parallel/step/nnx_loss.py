@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from jdist._errors import check_function, requirement
+from jdist._errors import check_function, value_error
 from jdist._flax import (
     ModuleParts,
     RandomStreams,
@@ -111,7 +111,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         if key is None and found.drew():
             rule = "must be given where the model draws random numbers, as dropout does"
             remedy = "Without it all replicas and steps would draw the same ones."
-            raise ValueError(requirement("init(key=...)", rule, None, remedy))
+            raise value_error("init(key=...)", rule, None, remedy)
         if not stateful:
             return found.output
         output = found.output
@@ -147,10 +147,9 @@ def check_stateless(argument: str, params: PyTree) -> None:
     """
     found = other_variables(params)
     if found:
-        rule = "must hold parameters alone"
         got = ", ".join(f"{kind} at {path}" for path, kind in found.items())
         remedy = (
             "Take the module apart by `data_parallel.from_nnx(model, loss_fn)`, or by "
             "`nnx.split(model, nnx.Param, ...)` and give the rest as `states`."
         )
-        raise ValueError(requirement(argument, rule, got, remedy))
+        raise value_error(argument, "must hold parameters alone", got, remedy)

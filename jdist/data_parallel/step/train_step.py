@@ -30,7 +30,8 @@ from jdist._errors import (
     check_flags,
     check_function,
     check_number,
-    requirement,
+    type_error,
+    value_error,
 )
 from jdist._fit import Metrics
 from jdist._tree import (
@@ -287,7 +288,7 @@ class TrainStep:
             rule = "must have no hook_state, as this step has no hook that keeps one"
             remedy = "To go on without it: `state._replace(hook_state=None)`."
             got = f"{len(jax.tree.leaves(kept))} arrays"
-            raise ValueError(requirement(argument, rule, got, remedy))
+            raise value_error(argument, rule, got, remedy)
         if isinstance(kept, dict):  # From a checkpoint: a hook's own is a tuple.
             bare = state._replace(hook_state=None)
             like = jax.eval_shape(self.start, bare, batch, weights)
@@ -487,8 +488,7 @@ def _rows_in(call: str, batch: PyTree, divisor: int) -> int:
         rule = f"must have a multiple of {divisor} rows, one or more for each "
         rule += "replica and micro-batch"
         remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
-        got = f"{count} rows"
-        raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
+        raise value_error(f"{call}(batch=...)", rule, f"{count} rows", remedy)
     return count
 
 
@@ -558,5 +558,5 @@ def _checked_options(call: str, options: Any) -> dict[str, Any]:
     for name in options:
         if name not in known:
             rule = f"may have the further arguments {', '.join(known)}"
-            raise TypeError(requirement(call, rule, name))
+            raise type_error(call, rule, name)
     return dict(options)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import laid_out
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, value_error
 from jdist._tree import PyTree, is_inexact, is_none, named_leaves, path_of
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.placement import Placement
@@ -102,8 +102,7 @@ def check_undivided(call: str, optimizer: Optimizer) -> None:
         remedy = (
             "`Pipeline` takes it there, with `specs=`, and so does jax.jit(opt.step)."
         )
-        argument = f"{call}(optimizer=...)"
-        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+        raise value_error(f"{call}(optimizer=...)", rule, optimizer.name, remedy)
 
 
 def zero(
@@ -222,7 +221,7 @@ class _StateLayout:
         except ValueError as error:
             rule = "must be a tree like the parameters, or a part of it from the top"
             got = str(error).splitlines()[0]
-            raise ValueError(requirement("zero(specs=...)", rule, got)) from error
+            raise value_error("zero(specs=...)", rule, got) from error
 
         def given(_: object, spec: PartitionSpec | None) -> PartitionSpec:
             rule = "must have a PartitionSpec or None for each parameter"
@@ -328,7 +327,7 @@ class _StateLayout:
             f"the {self.placement.count} replicas"
         )
         got = f"{leaf.shape} for {shape} at {path}"
-        raise ValueError(requirement("zero(optimizer=...)", rule, got))
+        raise value_error("zero(optimizer=...)", rule, got)
 
     def rewrapped(self, inner: PyTree, like: PyTree) -> PyTree:
         """Wraps the arrays of an updated state like those of the state before."""

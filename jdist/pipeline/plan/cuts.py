@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.pipeline.plan.profile import Profile
 
 MOST = 4000
@@ -79,7 +79,7 @@ def cuts_of(profile: Profile) -> Cuts:
     ]
     if not order:
         rule = "must have a layer that is no input"
-        raise ValueError(requirement("partition(profile=...)", rule, profile.order))
+        raise value_error("partition(profile=...)", rule, profile.order)
     number = {name: bit for bit, name in enumerate(order)}
     needs, takers = [0] * len(order), [0] * len(order)
     for source, target in profile.edges:
@@ -163,7 +163,7 @@ def _closed_sets(
             rule = f"must have at most {MOST} ways to be cut in two"
             remedy = "Join the layers of its widest part into one."
             got = f"more than {MOST}"
-            raise ValueError(requirement("partition(profile=...)", rule, got, remedy))
+            raise value_error("partition(profile=...)", rule, got, remedy)
     # A cut comes after all cuts within it, which have fewer layers.
     return tuple(sorted(found, key=lambda cut: (cut.bit_count(), cut)))
 

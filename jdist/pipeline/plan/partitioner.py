@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist._errors import check_number, check_type, requirement
+from jdist._errors import check_number, check_type, value_error
 from jdist.pipeline.plan.cuts import Cuts, cuts_of
 from jdist.pipeline.plan.dynamic_program import (
     ANY,
@@ -104,7 +104,7 @@ def partition(
         rule = f"must allow a plan for all {total} workers"
         got = f"{len(cuts.names)} layers, memory={memory}, replicate={replicate}"
         remedy = "Use fewer workers, allow replicas, or give each more memory."
-        raise ValueError(requirement("partition(...)", rule, got, remedy))
+        raise value_error("partition(...)", rule, got, remedy)
     placed = planner.placed(0, len(cuts) - 1, [range(total)])
     return Plan(
         bottleneck,
@@ -230,8 +230,7 @@ def _levels(
     counts, speeds = lists
     if not counts or len(counts) != len(speeds):
         rule = "must have a bandwidth for each level of workers, at least one"
-        got = f"{counts} and {speeds}"
-        raise ValueError(requirement("partition(bandwidths=...)", rule, got))
+        raise value_error("partition(bandwidths=...)", rule, f"{counts} and {speeds}")
     for count, speed in zip(counts, speeds, strict=True):
         check_counts("partition", workers=count)
         rule = "must be above 0 bytes per second"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jdist._errors import Unavailable, check_type, extra, requirement
+from jdist._errors import Unavailable, check_type, extra, value_error
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.simulation.costs import Costs
@@ -254,7 +254,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     found = record.get("format") if isinstance(record, Mapping) else None
     if found != FORMAT:
         rule = f"must be of the format {FORMAT}"
-        raise ValueError(requirement("load_plan(path=...)", rule, found))
+        raise value_error("load_plan(path=...)", rule, found)
     try:
         stages = tuple(
             # JSON has no tuples.
@@ -271,4 +271,4 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     # A missing key, or one that the class does not know.
     except (KeyError, TypeError) as error:
         rule = "must have everything that `Plan.write` writes"
-        raise ValueError(requirement("load_plan(path=...)", rule, str(error))) from None
+        raise value_error("load_plan(path=...)", rule, str(error)) from None

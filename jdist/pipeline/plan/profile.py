@@ -21,7 +21,7 @@ from itertools import pairwise
 from numbers import Real
 from pathlib import Path
 
-from jdist._errors import check_sequence, check_type, requirement
+from jdist._errors import check_sequence, check_type, type_error, value_error
 
 _COSTS = (
     "forward_compute_time",
@@ -109,7 +109,7 @@ class Profile:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             rule = "must have different names"
-            raise ValueError(requirement("Profile(layers=...)", rule, repeated))
+            raise value_error("Profile(layers=...)", rule, repeated)
         for layer in self.layers:
             rule = "must have finite costs of at least 0"
             sizes: object = layer.activation_bytes
@@ -118,34 +118,33 @@ class Profile:
             for value in (*given, *(layer.activation_bytes if fine else (None,))):
                 # Otherwise a sum of costs fails, which names no layer.
                 if isinstance(value, bool) or not isinstance(value, Real):
-                    got = repr(layer)
-                    raise TypeError(requirement("Profile(layers=...)", rule, got))
+                    raise type_error("Profile(layers=...)", rule, repr(layer))
             costs = (layer.seconds, layer.output_bytes)
             values = (*given, *layer.activation_bytes, *costs)
             # False for NaN as well. Spans are differences of totals, and inf - inf is
             # NaN.
             if not all(0 <= value < math.inf for value in values):
-                raise ValueError(requirement("Profile(layers=...)", rule, layer))
+                raise value_error("Profile(layers=...)", rule, layer)
         known = set(names)
         # The text form separates names by blanks.
         spaced = [name for name in names if not re.fullmatch(r"\S+", name)]
         if spaced:
             rule = "must have names without blanks"
-            raise ValueError(requirement("Profile(layers=...)", rule, spaced))
+            raise value_error("Profile(layers=...)", rule, spaced)
         rule = "must be pairs of names"
         check_sequence("Profile(edges=...)", self.edges, Sequence, rule)
         for edge in self.edges:
             check_sequence("Profile(edges=...)", edge, str, rule)
             if len(edge) != _PAIR or not known >= set(edge):
                 rule = "must join two of its layers"
-                raise ValueError(requirement("Profile(edges=...)", rule, edge))
+                raise value_error("Profile(edges=...)", rule, edge)
         try:
             # Sorting is the check for circles.
             _ = self.order
         except CycleError as error:
             rule = "must not lead in a circle"
             circle = " -> ".join(error.args[1])
-            raise ValueError(requirement("Profile(edges=...)", rule, circle)) from None
+            raise value_error("Profile(edges=...)", rule, circle) from None
 
     @classmethod
     def chain(cls, layers: Sequence[Layer]) -> "Profile":
@@ -201,7 +200,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         # Blank lines are allowed anywhere.
         elif line.strip():
             rule = f"must have a layer or an edge in line {number}"
-            raise ValueError(requirement("load_profile(path=...)", rule, line))
+            raise value_error("load_profile(path=...)", rule, line)
     return Profile(tuple(layers), tuple(edges))
 
 
@@ -213,9 +212,7 @@ def _layer(found: re.Match[str], number: int) -> Layer:
         activations = tuple(float(size) for size in outputs)
     except ValueError as error:
         rule = f"must have numbers in line {number}"
-        raise ValueError(
-            requirement("load_profile(path=...)", rule, str(error))
-        ) from None
+        raise value_error("load_profile(path=...)", rule, str(error)) from None
     return Layer(
         found["name"],
         found["description"],

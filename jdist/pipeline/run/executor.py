@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jdist._compat import is_traced
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._fit import Metrics
 from jdist._tree import PyTree, examples_in, is_shape, type_name
 from jdist.pipeline.run.action_timer import ActionTimer
@@ -463,7 +463,7 @@ def trees_of(
     if not isinstance(trees, list | tuple) or len(trees) != stages:
         rule = f"must be a list of {stages} trees, one per stage"
         size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
-        raise ValueError(requirement(argument, rule, f"{type_name(trees)}{size}"))
+        raise value_error(argument, rule, f"{type_name(trees)}{size}")
     return list(trees)
 
 
@@ -475,7 +475,7 @@ def key_given(key: PyTree, stage: int) -> PyTree:
     """
     if key is None:
         rule = f"must be given, because stage {stage} takes a PRNG key"
-        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
+        raise value_error("Pipeline.value_and_grad(key=...)", rule, "None")
     return key
 
 
@@ -490,4 +490,4 @@ def check_not_traced(call: str, *trees: PyTree) -> None:
         rule = "must be called outside of jax.jit, jax.grad and other transformations: "
         rule += "its stages are on devices that it chooses, and compiled for them"
         remedy = "Call it as it is; without devices or a mesh it may be inside jit."
-        raise ValueError(requirement(call, rule, "traced arrays", remedy))
+        raise value_error(call, rule, "traced arrays", remedy)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree
 from jdist.pipeline.run.micro_batch import MicroBatch
 
@@ -73,7 +73,7 @@ class CallIdentity(NamedTuple):
             got = f"{self} on {name!r}, {other} on {name_of_other!r}"
             remedy = "All workers have made this call in vain and are in step again: "
             remedy += "repeat the batch on all of them, or on none."
-            raise ValueError(requirement(self.kind, rule, got, remedy))
+            raise value_error(self.kind, rule, got, remedy)
         # A process need not load entries that its stages do not take.
         common = self.checksums.keys() & other.checksums.keys()
         differ = [x for x in sorted(common) if self.checksums[x] != other.checksums[x]]
@@ -83,7 +83,7 @@ class CallIdentity(NamedTuple):
             got += f"{name_of_other!r}, in {self}"
             remedy = "Read the data in one order on all workers; leave out of a "
             remedy += "worker's batch what its stages do not take."
-            raise ValueError(requirement(self.kind, rule, got, remedy))
+            raise value_error(self.kind, rule, got, remedy)
 
 
 class CallArguments(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._compat import default_device, trace, without_unread
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, merge, split_inexact, type_name
 from jdist.pipeline.stages.array_spec import ArraySpec, describe, specs_of
 from jdist.pipeline.stages.place import Place, moved, place_of
@@ -230,7 +230,7 @@ def _called(
         named = f"outputs named {list(names)} and " if len(names) > 1 else ""
         rule = f"must read what there is: {named}a batch of {sorted(batch)}"
         got = f"{error.args[0]!r}"
-        raise ValueError(requirement("loss_fn(outputs, batch)", rule, got)) from error
+        raise value_error("loss_fn(outputs, batch)", rule, got) from error
     except Exception as error:
         error.add_note("It was raised by the loss function.")
         raise
@@ -300,8 +300,7 @@ def _with_aux(found: PyTree) -> tuple[PyTree, PyTree]:
     if not isinstance(found, tuple) or len(found) != 2:
         rule = "must return the tuple (losses, aux)"
         size = f" of {len(found)}" if isinstance(found, tuple) else ""
-        got = f"{type_name(found)}{size}"
-        raise ValueError(requirement(call, rule, got))
+        raise value_error(call, rule, f"{type_name(found)}{size}")
     losses, aux = found
     return losses, aux
 
@@ -340,8 +339,7 @@ def stacked(
             got = f"{describe(tree)} for micro-batch {number}"
             remedy = "Reduce what has a row for each example, or make the batch "
             remedy += "divisible by the number of micro-batches."
-            call = "loss_fn(outputs, batch)"
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise value_error("loss_fn(outputs, batch)", rule, got, remedy)
     return numbers, jax.tree.map(lambda *entries: stack(entries), *trees)
 
 

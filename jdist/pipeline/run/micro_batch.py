@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._tree import PyTree, examples_in, is_shape, type_name
 from jdist.reduction import host_weights, without_excluded
 
@@ -89,7 +89,7 @@ def split_batch(
         rule = f"must have an example for each of the {count} micro-batches"
         remedy = "Make the batch larger, or the schedule with fewer micro-batches."
         call = "Pipeline.value_and_grad(batch)"
-        raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
+        raise value_error(call, rule, f"{examples} examples", remedy)
     checked = None
     if weights is not None:
         checked = check_weights(weights, examples, "Pipeline.value_and_grad")
@@ -99,7 +99,7 @@ def split_batch(
         remedy = "Make the batch larger, the schedule with fewer micro-batches, or the "
         remedy += "data axis shorter."
         call = "Pipeline.value_and_grad(batch)"
-        raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
+        raise value_error(call, rule, f"{examples} examples", remedy)
     # Multiples of `rows` divide over the data axis; only the last micro-batch, which
     # has the remainder, may be whole on every device.
     lots, left = divmod(examples, rows)
@@ -207,7 +207,7 @@ def _check_sum(weights: np.ndarray, call: str) -> None:
     if largest > np.finfo(np.float32).max:
         rule = "must be within float32 where losses are added up"
         remedy = "Divide them, or use the mean, which does not change with a factor."
-        raise ValueError(requirement(f"{call}(weights=...)", rule, largest, remedy))
+        raise value_error(f"{call}(weights=...)", rule, largest, remedy)
 
 
 def _weighted(number: int, batch: PyTree, weights: np.ndarray) -> MicroBatch:
@@ -286,7 +286,7 @@ def in_epoch(part: MicroBatch, kind: str, first: MicroBatch, call: str) -> Micro
         rule = "must have totals within a factor of 2^64 of the first one's"
         got = f"totals of {first.total:.3g} in batch {first.number} and "
         got += f"{part.total:.3g} in batch {part.number}"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+        raise value_error(f"{call}(weights=...)", rule, got)
     return part._replace(weights=own, total=total)
 
 
@@ -310,8 +310,7 @@ def micro_batch_of(
 def _examples(batch: PyTree, call: str) -> int:
     if not isinstance(batch, dict):
         rule = "must be a dict of named arrays, from which stages and loss take theirs"
-        got = type_name(batch)
-        raise TypeError(requirement(f"{call}(batch)", rule, got))
+        raise type_error(f"{call}(batch)", rule, type_name(batch))
     return examples_in(batch, call)
 
 
@@ -344,13 +343,12 @@ def check_weights(
     found = host_weights(call, weights)
     if found.shape != (examples,):
         rule = f"must be one number for each of the {examples} examples"
-        raise ValueError(requirement(call, rule, f"shape {found.shape}"))
+        raise value_error(call, rule, f"shape {found.shape}")
     if not (np.isfinite(found).all() and (found >= 0).all()):
         rule = "must be finite and not negative"
-        raise ValueError(requirement(call, rule, f"{found.min()} to {found.max()}"))
+        raise value_error(call, rule, f"{found.min()} to {found.max()}")
     if some and not found.any():
-        rule = "must not all be zero"
-        raise ValueError(requirement(call, rule, f"{examples} zeros"))
+        raise value_error(call, "must not all be zero", f"{examples} zeros")
     return found
 
 
@@ -363,5 +361,4 @@ def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> PyTree:
     if name in batch:
         return batch[name]
     rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
-    got = f"a batch of {sorted(batch)}"
-    raise ValueError(requirement("Pipeline(stages)", rule, got))
+    raise value_error("Pipeline(stages)", rule, f"a batch of {sorted(batch)}")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, type_name
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import entry_of
@@ -129,8 +129,8 @@ def outputs_of(
     except (TypeError, ValueError) as error:
         shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
         rule = f"must fit together: stage {number} cannot take {shown}"
-        raise ValueError(
-            requirement("Pipeline(stages)", rule, f"{type(error).__name__}: {error}")
+        raise value_error(
+            "Pipeline(stages)", rule, f"{type(error).__name__}: {error}"
         ) from error
     except Exception as error:
         shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
@@ -140,7 +140,7 @@ def outputs_of(
         return returned
     if not isinstance(returned, tuple) or len(returned) != 2:
         rule = f"must return (outputs, state) where it is stateful, as stage {number}"
-        raise ValueError(requirement("Stage(fn)", rule, type_name(returned)))
+        raise value_error("Stage(fn)", rule, type_name(returned))
     _check_state(number, state, returned[1])
     return returned[0]
 
@@ -149,8 +149,6 @@ def _check_state(number: int, before: PyTree, after: PyTree) -> None:
     # The next micro-batch takes the new state, in the same compiled program.
     if describe(before) != describe(after):
         rule = f"must leave a state like the one it was given, at stage {number} "
-        raise ValueError(
-            requirement(
-                "Stage(stateful=True)", rule + describe(before), describe(after)
-            )
+        raise value_error(
+            "Stage(stateful=True)", rule + describe(before), describe(after)
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree
 from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.schedule.actions import Action
@@ -95,8 +95,7 @@ class Places:
                 rule = f"must have {name!r} on {where}, where {who} takes it"
                 got = f"{name!r} on {', '.join(sorted(map(str, leaf.devices())))}"
                 remedy = "Put it there with jax.device_put, or pass a NumPy array."
-                call = "Pipeline.value_and_grad(batch)"
-                raise ValueError(requirement(call, rule, got, remedy))
+                raise value_error("Pipeline.value_and_grad(batch)", rule, got, remedy)
 
 
 def places_on(
@@ -116,7 +115,7 @@ def places_on(
     if not own:
         rule = "must have a device of each process that calls it"
         got = f"{list(mesh.devices.flat)} in process {here}"
-        raise ValueError(requirement("OneProgram(mesh)", rule, got))
+        raise value_error("OneProgram(mesh)", rule, got)
     return Places(schedule, places, own)
 
 
@@ -285,7 +284,7 @@ class InProcessChannels:
         # No other process sends values: if no action can start now, none ever can.
         rule = "must let every action have its inputs"
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
-        raise ValueError(requirement("Pipeline(schedule)", rule, got))
+        raise value_error("Pipeline(schedule)", rule, got)
 
     def begin(self) -> None:
         """See `StageChannels`: one program has its own comparison."""

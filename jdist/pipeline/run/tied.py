@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 import jax
 import numpy as np
 
-from jdist._errors import quoted, requirement
+from jdist._errors import quoted, value_error
 from jdist._tree import PyTree, named_leaves, wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.run.stage_channels import (
@@ -70,8 +70,7 @@ class Tied:
             if len({optimizers[j].rule for j in group}) > 1:
                 which = f"the stages {list(group)}, which share parameters"
                 rule = f"must be one and the same object for {which}"
-                call = "Pipeline(optimizer=...)"
-                raise ValueError(requirement(call, rule, "different ones"))
+                raise value_error("Pipeline(optimizer=...)", rule, "different ones")
         channels.begin()
         mine = [
             [name, j, path, *_described(params[j], j, path)]
@@ -259,7 +258,7 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
     for name, group in groups.items():
         if sum(map(len, group.values())) < 2:
             rule = f"must have the name {name!r} at two stages or more"
-            raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
+            raise value_error(_CALL, rule, f"stage {min(group)} alone")
     return Tied(groups) if groups else None
 
 
@@ -307,7 +306,7 @@ def leaves_at(
     }
     if not found:
         rule = f"must name parameters of stage {stage}, which has {sorted(names)}"
-        raise ValueError(requirement(_CALL, rule, quoted(path)))
+        raise value_error(_CALL, rule, quoted(path))
     return found
 
 
@@ -335,7 +334,7 @@ def _check_equal(one: _Copy, other: _Copy) -> None:
             stages = f"the stages {one.stage} and {other.stage}"
             got = f"different ones at {one.path}{name} and {other.path}{name}"
             rule, remedy = f"must begin with equal values at {stages}", "Copy one."
-            raise ValueError(requirement(_CALL, rule, got, remedy))
+            raise value_error(_CALL, rule, got, remedy)
 
 
 def _text(shape: Sequence[int], dtype: str) -> str:
@@ -349,7 +348,7 @@ def _check_alike(
         # A copy that is a single array has no name below its path.
         own, other = (each.get("", each) for each in (kinds, others))
         rule = f"must be copies of one shape and dtype: stage {first} has {own}"
-        raise ValueError(requirement(_CALL, rule, f"{other} at stage {stage}"))
+        raise value_error(_CALL, rule, f"{other} at stage {stage}")
 
 
 @jax.jit

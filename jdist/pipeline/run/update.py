@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree
 from jdist.optim import DynamicLossScale, Optimizer
 from jdist.optim.internal import (
@@ -252,8 +252,7 @@ def optimizers_for(
       TypeError: Something is no optimizer.
     """
     if optimizer is None:
-        rule = "must be given for training"
-        raise ValueError(requirement(call, rule, "None"))
+        raise value_error(call, "must be given for training", "None")
     found: list[PyTree] = [optimizer] * stages
     # An optax transformation is a tuple of two functions, not a sequence of optimizers.
     if isinstance(optimizer, tuple | list) and not hasattr(optimizer, "update"):
@@ -262,7 +261,7 @@ def optimizers_for(
         check_optimizer(call, optimizer)
     if len(found) != stages:
         rule = f"must be one optimizer, or one for each of the {stages} stages"
-        raise ValueError(requirement(call, rule, f"{len(found)} of them"))
+        raise value_error(call, rule, f"{len(found)} of them")
     for one in found:
         check_optimizer(call, one)
     return found
@@ -280,8 +279,7 @@ def loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
         rule = "must scale the loss in all stages alike, or in none"
         remedy = "Give every stage with_master_weights(..., loss_scale=...) of one "
         remedy += "scale; its compute_dtype may differ, and may be float32."
-        call = "Pipeline(optimizer=...)"
-        raise ValueError(requirement(call, rule, found, remedy))
+        raise value_error("Pipeline(optimizer=...)", rule, found, remedy)
     return found[0]
 
 
@@ -298,8 +296,7 @@ def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | 
         rule += "so that copies of a scale that follows overflows would part"
         remedy = "Give a number, loss_scale=1024.0 for example; or a synchronous "
         remedy += "schedule, whose stages skip together."
-        call = "Pipeline(optimizer=...)"
-        raise ValueError(requirement(call, rule, found, remedy))
+        raise value_error("Pipeline(optimizer=...)", rule, found, remedy)
     return found
 
 

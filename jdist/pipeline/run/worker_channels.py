@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import jax
 from msgspec.structs import replace
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._scheduling import enter_batch_class
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import clock_offset
@@ -835,9 +835,8 @@ class WorkerCommunicator(Communicator):
                 if mailbox.half_done:
                     rule = "must not be called again after a call that failed under way"
                     remedy = "Start the run again from its last checkpoint."
-                    call = "Pipeline(places)"
                     got = f"a collective half done: {mailbox.half_done}"
-                    raise ValueError(requirement(call, rule, got, remedy))
+                    raise value_error("Pipeline(places)", rule, got, remedy)
                 yield channels
             except BaseException as error:
                 ready, channels.ready = channels.ready, None
@@ -881,14 +880,14 @@ class WorkerCommunicator(Communicator):
             shown = "; ".join(
                 f"{name}: {told[name][0]}" for name in self._members.names
             )
-            raise ValueError(requirement("Pipeline(schedule)", rule, shown))
+            raise value_error("Pipeline(schedule)", rule, shown)
         name = DATA_AXIS if self._data_axis is None else self._data_axis
         # All workers cut micro-batches alike, so the sizes of all data axes count.
         meshes = [axes for _, axes in told.values() if axes is not None]
         if self._data_axis is not None and not any(name in axes for axes in meshes):
             rule = "must be an axis of one of the workers' meshes"
             got = f"{name!r}, where the axes are {sorted({*itertools.chain(*meshes)})}"
-            raise ValueError(requirement("Workers(data_axis=...)", rule, got))
+            raise value_error("Workers(data_axis=...)", rule, got)
         return math.lcm(*(axes.get(name, 1) for axes in meshes))
 
 

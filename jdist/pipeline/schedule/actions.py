@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jdist._errors import JdistError, check_type, quoted, requirement
+from jdist._errors import JdistError, check_type, quoted, value_error
 
 ActionKind = Literal["F", "B", "W"]
 KINDS: tuple[ActionKind, ActionKind, ActionKind] = ("F", "B", "W")
@@ -87,7 +87,7 @@ class Action(NamedTuple):
         check_type("Action.parse(text=...)", text, str, rule)
         found = _SPELLING.fullmatch(text)
         if not found:
-            raise ValueError(requirement("Action.parse(text=...)", rule, text))
+            raise value_error("Action.parse(text=...)", rule, text)
         # Python's int() refuses more than 4300 digits with a message of its own.
         if max(len(found[1]), len(found[3])) > 10:
             what = f"{text[:40]}... is beyond what 32 bits hold"
@@ -237,7 +237,7 @@ def check_counts(call: str, least: int = 1, **counts: int) -> None:
     for name, value in counts.items():
         if not _is_integer(value) or value < least:
             rule = f"must be an integer of at least {least}"
-            raise ValueError(requirement(f"{call}({name}=...)", rule, quoted(value)))
+            raise value_error(f"{call}({name}=...)", rule, quoted(value))
 
 
 def _is_integer(value: object) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.pipeline.schedule.actions import KINDS, Action, B, Columns
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -89,15 +89,14 @@ def _rows(text: str) -> list[list[str]]:
         rows = list(reader)
     except csv.Error as error:
         where = f"{_CALL}(line {reader.line_num})"
-        raise ValueError(requirement(where, "must be CSV", str(error))) from error
+        raise value_error(where, "must be CSV", str(error)) from error
     # Because editors and spreadsheets leave blank lines at the end of a file.
     while rows and not rows[-1]:
         rows.pop()
     if [] in rows:
         rule = "must not be blank: it would move all workers below by one"
         remedy = "The row of an idle worker has a comma."
-        where = f"{_CALL}(row {rows.index([])})"
-        raise ValueError(requirement(where, rule, "no cell", remedy))
+        raise value_error(f"{_CALL}(row {rows.index([])})", rule, "no cell", remedy)
     return rows
 
 
@@ -115,7 +114,7 @@ def _actions(cell: str, row: int, column: int) -> list[tuple[Action, bool]]:
             rule = "must be empty or hold what torch writes, such as 2B7 or 2SEND_F7"
             where = f"{_CALL}(row {row}, column {column})"
             remedy = "An action is a stage, one of F, B, I, W, and a micro-batch."
-            raise ValueError(requirement(where, rule, cell, remedy))
+            raise value_error(where, rule, cell, remedy)
         stage, letter, micro_batch = action.groups()
         # I and B are one kind here; whether a W follows says which it is.
         kind = "B" if letter == "I" else letter

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from jdist._errors import check_type, quoted, requirement
+from jdist._errors import check_type, quoted, value_error
 from jdist.pipeline.schedule.actions import B, Columns, F, W
 from jdist.pipeline.schedule.schedule import Schedule, derived
 
@@ -42,8 +42,7 @@ def split_drain(schedule: Schedule) -> Schedule:
     check_type("split_drain(schedule)", schedule, Schedule, "must be a Schedule")
     if schedule.forward_only or schedule.update_policy is not None:
         rule = "must have backward passes and one update after all of them"
-        call = "split_drain(schedule)"
-        raise ValueError(requirement(call, rule, quoted(schedule)))
+        raise value_error("split_drain(schedule)", rule, quoted(schedule))
     columns = schedule.columns
     worker = columns.worker_of_each()
     forward = np.flatnonzero(columns.kind == F)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jdist._errors import check_sequence, check_type, quoted, requirement
+from jdist._errors import check_sequence, check_type, quoted, type_error, value_error
 from jdist.pipeline.schedule import memory, rules
 from jdist.pipeline.schedule.actions import (
     Action,
@@ -82,7 +82,7 @@ class Schedule:
         family: object = self.family
         if family is not None and not callable(family):
             rule = "must be a function from a number of micro-batches to a schedule"
-            raise TypeError(requirement("Schedule(family=...)", rule, quoted(family)))
+            raise type_error("Schedule(family=...)", rule, quoted(family))
 
     @classmethod
     def of(
@@ -128,12 +128,12 @@ class Schedule:
             # A worker that takes two turns would wait for its own gradient.
             if any(len(set(workers)) < len(workers) for workers in placement):
                 call, rule = "placement=...", "must name each worker of a stage once"
-                raise ValueError(requirement(f"Schedule.of({call})", rule, placement))
+                raise value_error(f"Schedule.of({call})", rule, placement)
         # Text and actions may be mixed.
         columns = Columns.of([[_action(a) for a in program] for program in programs])
         if not len(columns):
             rule = "must have at least one action"
-            raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
+            raise value_error("Schedule.of(programs=...)", rule, programs)
         # Numbers without gaps are checked next.
         micro_batches = int(columns.micro_batch.max()) + 1
         # A placement may name stages that no action mentions, which "complete" refuses.
@@ -270,7 +270,7 @@ class Schedule:
         check_counts("Schedule.actions", least=0, worker=worker)
         if worker >= self.workers:
             rule = f"must be one of {self.workers} workers"
-            raise ValueError(requirement("Schedule.actions(worker)", rule, worker))
+            raise value_error("Schedule.actions(worker)", rule, worker)
         return self.columns.actions(worker)
 
     @cached_property
@@ -383,14 +383,14 @@ class Schedule:
             rule = f"must be the {self.micro_batches} that its actions were given for"
             remedy = "Make the schedule by a function such as `pipedream(n, m)`."
             call = "Schedule.resized(micro_batches)"
-            raise ValueError(requirement(call, rule, micro_batches, remedy))
+            raise value_error(call, rule, micro_batches, remedy)
         made = self.family(micro_batches)
         if made.update_policy != self.update_policy:
             rule = f"must keep {self.update_policy}, and its family makes schedules "
             rule += f"with {made.update_policy}"
             remedy = "Give the policy to the function that makes the schedule."
             call = "Schedule.resized(micro_batches)"
-            raise ValueError(requirement(call, rule, micro_batches, remedy))
+            raise value_error(call, rule, micro_batches, remedy)
         return made
 
     def synchronous(self) -> "Schedule":
@@ -460,7 +460,7 @@ def _action(given: object) -> Action:
     if isinstance(given, str):
         return Action.parse(given)
     rule = "must have an `Action`, or its text such as '0F3', for each action"
-    raise TypeError(requirement("Schedule.of(programs=...)", rule, given))
+    raise type_error("Schedule.of(programs=...)", rule, given)
 
 
 def _check_placement(call: str, placement: Placement) -> None:
@@ -471,8 +471,7 @@ def _check_placement(call: str, placement: Placement) -> None:
     for workers in placement:
         check_sequence(argument, workers, int | np.integer, rule)
     if not placement or not all(placement):
-        rule = "must have a worker for each stage"
-        raise ValueError(requirement(argument, rule, placement))
+        raise value_error(argument, "must have a worker for each stage", placement)
 
 
 def _check_policy(call: str, policy: UpdatePolicy | None) -> None:
@@ -489,6 +488,6 @@ def _placement_of(columns: Columns) -> Placement:
         own = tuple(int(w) for w in np.unique(workers[columns.stage == stage]))
         if len(own) != 1:
             rule = f"must be given: stage {stage} has not exactly one worker"
-            raise ValueError(requirement("Schedule.of(placement=...)", rule, own))
+            raise value_error("Schedule.of(placement=...)", rule, own)
         found.append(own)
     return tuple(found)

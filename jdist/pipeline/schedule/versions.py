@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.pipeline.schedule.actions import (
     Action,
     B,
@@ -101,7 +101,7 @@ def versions_of_stages(
         by_own_count = policy.rule in ("stashing", "flush")
         if not by_own_count and len(passes.micro_batch) != micro_batches:
             rule = "must be 'stashing' or 'flush' where a stage has several workers"
-            raise ValueError(requirement("UpdatePolicy(rule=...)", rule, policy.rule))
+            raise value_error("UpdatePolicy(rule=...)", rule, policy.rule)
         if by_own_count:
             used = updates[passes.forward]
         elif policy.rule == "2bw":
@@ -144,6 +144,5 @@ def _passes(columns: Columns) -> Iterator[_StagePasses]:
             if not np.array_equal(micro_batch[forward], micro_batch[~forward]):
                 rule = f"must finish micro-batches in order (worker {worker})"
                 got = "another order of backward passes than of forward passes"
-                call = "Schedule(update_policy=...)"
-                raise ValueError(requirement(call, rule, got))
+                raise value_error("Schedule(update_policy=...)", rule, got)
             yield _StagePasses(worker, int(own), micro_batch[forward], forward)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.patterns import Phase, phases
 from jdist.pipeline.schedule.schedule import Schedule
@@ -31,7 +31,7 @@ def dualpipe_v(n: int, m: int) -> Schedule:
     check_counts("dualpipe_v", n=n, m=m)
     if m < 2 * n:
         rule = f"must be at least {2 * n}, one per stage"
-        raise ValueError(requirement("dualpipe_v(m=...)", rule, m))
+        raise value_error("dualpipe_v(m=...)", rule, m)
     programs = [phases(_patterns(n, m, j), [j, 2 * n - 1 - j], m) for j in range(n)]
     return v_schedule("DualPipeV", m, programs, partial(dualpipe_v, n))
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import Passes, alternating
 from jdist.pipeline.schedule.schedule import Schedule
@@ -40,7 +40,7 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
     if m % rounds:
         rule = f"must be a multiple of its {rounds} rounds of at least {n} workers"
         remedy = f"A multiple of {n}, or fewer than {2 * n}, always is."
-        raise ValueError(requirement("interleaved(m=...)", rule, m, remedy))
+        raise value_error("interleaved(m=...)", rule, m, remedy)
     size = m // rounds
     programs = [
         alternating(

@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from jdist._errors import check_choice, requirement
+from jdist._errors import check_choice, value_error
 from jdist.pipeline.schedule.actions import Columns, WorkerActions, check_counts
 from jdist.pipeline.schedule.patterns import alternating
 from jdist.pipeline.schedule.schedule import Schedule
@@ -92,13 +92,12 @@ def pipedream(
     if policy != "stashing" and max(counts) > 1:
         rule = f"must be 1 for each stage with the policy {policy!r}"
         remedy = "Versions of replicas count their own updates: use 'stashing'."
-        call = "pipedream(replicas=...)"
-        raise ValueError(requirement(call, rule, counts, remedy))
+        raise value_error("pipedream(replicas=...)", rule, counts, remedy)
     # With fewer a micro-batch would begin before the version of weights that it uses
     # exists.
     if policy == "2bw" and every < n:
         rule = f"must be at least the {n} stages with the policy '2bw'"
-        raise ValueError(requirement("pipedream(update_every=...)", rule, every))
+        raise value_error("pipedream(update_every=...)", rule, every)
     updates = UpdatePolicy(policy, every)
     family = partial(pipedream, n, policy=policy, replicas=counts, update_every=every)
     if policy == "flush":

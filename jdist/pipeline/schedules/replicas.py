@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, value_error
 from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import alternating
 from jdist.pipeline.schedule.schedule import Placement, Schedule
@@ -35,13 +35,13 @@ def replica_counts(
     check_type(f"{call}(replicas=...)", replicas, (Sequence, np.ndarray), rule)
     counts = tuple(replicas)
     if len(counts) != n:
-        raise ValueError(requirement(f"{call}(replicas=...)", rule, counts))
+        raise value_error(f"{call}(replicas=...)", rule, counts)
     for count in counts:
         check_counts(call, replicas=count)
     # A gradient is a sum over replicas, each of which contributes at least one term.
     if m is not None and max(counts) > m:
         rule = f"must be at most the {m} micro-batches, for each worker needs one"
-        raise ValueError(requirement(f"{call}(replicas=...)", rule, counts))
+        raise value_error(f"{call}(replicas=...)", rule, counts)
     return counts
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist.pipeline.schedule.actions import KINDS, B, F, W
 from jdist.pipeline.schedule.memory import PENDING
 from jdist.pipeline.simulation.timeline import Timeline
@@ -69,13 +69,13 @@ class Costs:
                 array = np.empty((), object)
             if array.dtype.kind not in "biuf":
                 rule = "must be a number, or an array of numbers"
-                raise TypeError(requirement(f"Costs({field.name}=...)", rule, value))
+                raise type_error(f"Costs({field.name}=...)", rule, value)
             array = array.astype(np.float64)
             least = "above 0" if field.name == "bandwidth" else "finite and at least 0"
             fine = array > 0 if field.name == "bandwidth" else np.isfinite(array)
             if not (fine & (array >= 0)).all() or array.ndim > 2:
                 rule = f"must be {least}: a number, one per stage, or a table"
-                raise ValueError(requirement(f"Costs({field.name}=...)", rule, value))
+                raise value_error(f"Costs({field.name}=...)", rule, value)
         # For a matrix product both halves of a backward pass are products of one size.
         half = np.asarray(self.backward, np.float64) / 2
         for name in ("backward_inputs", "backward_params"):
@@ -99,8 +99,7 @@ class Costs:
         if array.ndim and wide.shape not in (shape, (rows, 1)):
             of = "pairs of neighbouring stages" if name in BETWEEN else "stages"
             rule = f"must have one number for each of {rows} {of}, or {shape} of them"
-            got = f"shape {array.shape}"
-            raise ValueError(requirement(f"Costs({name}=...)", rule, got))
+            raise value_error(f"Costs({name}=...)", rule, f"shape {array.shape}")
         # A view: one number for all costs no memory.
         return np.broadcast_to(wide, shape)
 
@@ -146,7 +145,7 @@ class Costs:
             ]
             if name == "forward" and not all(map(len, rows)):
                 rule = f"must have {KINDS[F]} actions at each of its {stages} stages"
-                raise ValueError(requirement("Costs.measured(timeline)", rule, "none"))
+                raise value_error("Costs.measured(timeline)", rule, "none")
             # A cost needs all stages: of a kind that one lacks the default is kept.
             if all(map(len, rows)):
                 # The median ignores the few actions that other processes delay.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jdist._errors import check_type, quoted, requirement
+from jdist._errors import check_type, quoted, value_error
 from jdist.pipeline.schedule import memory
 from jdist.pipeline.schedule.actions import Action, ActionKind, B, Columns, F
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
@@ -107,21 +107,20 @@ class Timeline:
         # By worker and time, so that neighbours in the list are neighbours in time.
         ordered = sorted(records, key=lambda r: (r.worker, r.start, r.end))
         if not ordered:
-            raise ValueError(requirement(argument, "must not be empty", "none"))
+            raise value_error(argument, "must not be empty", "none")
         # The first has the lowest worker.
         if ordered[0].worker < 0:
             rule = "must have workers of at least 0"
-            raise ValueError(requirement(argument, rule, quoted(ordered[0])))
+            raise value_error(argument, rule, quoted(ordered[0]))
         for before, after in zip([None, *ordered], ordered, strict=False):
             # Negated, so that a NaN is refused too.
             if not after.start <= after.end:
                 rule = "must not end before they start"
-                raise ValueError(requirement(argument, rule, quoted(after)))
+                raise value_error(argument, rule, quoted(after))
             same = before is not None and before.worker == after.worker
             if before is not None and same and after.start < before.end:
                 rule = "of one worker must not overlap"
-                got = f"{before} and {after}"
-                raise ValueError(requirement(argument, rule, got))
+                raise value_error(argument, rule, f"{before} and {after}")
         workers = ordered[-1].worker + 1
         programs: list[list[Action]] = [[] for _ in range(workers)]
         for record in ordered:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._compat import map_shards, paced, picks_by_row, trace_whole
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._fit import Metrics
 from jdist._tree import PyTree, is_none, shapes_of, split_inexact, words
 from jdist.pipeline.run.action_timer import ActionTimer
@@ -87,8 +87,7 @@ class OneProgramExecutor(ScheduleExecutor):
         wiring, places = programs.wiring, programs.places
         if programs.loss.has_aux:
             rule = "must be False where one program runs all stages"
-            call = "Pipeline(has_aux=...)"
-            raise ValueError(requirement(call, rule, True, _REMEDY))
+            raise value_error("Pipeline(has_aux=...)", rule, True, _REMEDY)
         check_stages(wiring)
         check_shares(places.schedule)
         # Evaluation needs no program of its own: stage by stage on the same devices.
@@ -186,7 +185,7 @@ class OneProgramExecutor(ScheduleExecutor):
             rule = "must be called where one process has all devices of the mesh"
             got = f"{here} of {devices} devices"
             remedy = "Evaluate by a pipeline over rpc's workers."
-            raise ValueError(requirement("Pipeline.evaluate", rule, got, remedy))
+            raise value_error("Pipeline.evaluate", rule, got, remedy)
         return super().evaluate(channels, given, outputs)
 
     def lower(
@@ -289,8 +288,7 @@ class OneProgramExecutor(ScheduleExecutor):
                 rule = f"must have had the parameters of stage {stage} once, in each "
                 rule += f"process, where a stage has an end (`{name}=` of `with_ends`)"
                 remedy = "Give `Pipeline.init` or `Pipeline.place` those of all stages."
-                call = "Pipeline.place(params)"
-                raise ValueError(requirement(call, rule, "None", remedy))
+                raise value_error("Pipeline.place(params)", rule, "None", remedy)
             found.append(getattr(each[stage], name) if stage in each else None)
         return {j: parts.block for j, parts in each.items()}, Ends(*found)
 
@@ -518,7 +516,7 @@ def _check_unscaled(update: StageUpdates | None) -> None:
     if update is not None and update.loss_scale is not None:
         rule = "must not scale the loss where one program runs all stages"
         call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
-        raise ValueError(requirement(call, rule, got, _REMEDY))
+        raise value_error(call, rule, got, _REMEDY)
 
 
 def _with_dtype_of(x: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, is_inexact
 from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.tied import leaves_at
@@ -96,14 +96,13 @@ def check_shares(schedule: Schedule) -> None:
     shares = [0] * schedule.workers
     for stage, workers in enumerate(schedule.placement):
         if len(workers) > 1:
-            rule = "must give each stage one worker"
             got = f"workers {workers} for stage {stage}"
-            raise ValueError(requirement(call, rule, got, _REMEDY))
+            raise value_error(call, "must give each stage one worker", got, _REMEDY)
         shares[workers[0]] += 1
     # One program has the same number of parameter trees on every device.
     if len(set(shares)) > 1:
         rule = "must give each worker equally many stages"
-        raise ValueError(requirement(call, rule, f"{shares}", _REMEDY))
+        raise value_error(call, rule, f"{shares}", _REMEDY)
 
 
 def check_params(params: Mapping[int, PyTree]) -> None:
@@ -188,7 +187,7 @@ def shared_leaves(
             rule = "must be copies of one shape and dtype: that before the stages is "
             rule += f"{describe(params[0])}"
             got = f"{describe(params[1])} after them"
-            raise ValueError(requirement("Stage(tied=...)", rule, got))
+            raise value_error("Stage(tied=...)", rule, got)
         pairs += [(one[below], other[below]) for below in one]
     return tuple(pairs)
 
@@ -207,11 +206,9 @@ def check_agreement(texts: Mapping[int, str]) -> None:
     if others:
         rule = "must have parameters and a batch of the same shapes, and the same "
         rule += "schedule, reduction and key, in all processes"
-        raise ValueError(
-            requirement("Pipeline(.., OneProgram)", rule, f"others in {others}")
-        )
+        raise value_error("Pipeline(.., OneProgram)", rule, f"others in {others}")
 
 
 def _refuse(rule: str, got: str) -> NoReturn:
     rule = f"must {rule} where one program runs all of them"
-    raise ValueError(requirement(_STAGES, rule, got, _REMEDY))
+    raise value_error(_STAGES, rule, got, _REMEDY)

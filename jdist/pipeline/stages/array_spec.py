@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, abbreviated
 
 __all__ = ["ArraySpec", "describe", "is_spec", "specs_of"]
@@ -82,7 +82,7 @@ def _key_like(name: str) -> _KeyLike | None:
         if str(dtype) == name:
             return _KeyLike(generator, dtype)
     rule = f"must be keys of one of JAX's generators {_GENERATORS}"
-    raise ValueError(requirement("Pipeline", rule, name))
+    raise value_error("Pipeline", rule, name)
 
 
 def is_spec(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._errors import check_sequence, quoted, requirement
+from jdist._errors import check_sequence, quoted, type_error, value_error
 from jdist._tree import PyTree, type_name
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.stage_program import StageProgram
@@ -119,14 +119,14 @@ def with_ends(
     call, rule = "with_ends(stages)", "must be a sequence of Stage"
     check_sequence(call, stages, Stage, rule)
     if not stages:
-        raise ValueError(requirement(call, "must not be empty", "[]"))
+        raise value_error(call, "must not be empty", "[]")
     made = list(stages)
     if first is not None:
         _check_end("first", first)
         if len(first.outputs) != 1 or first.outputs != made[0].inputs:
             rule = f"must put out what the first stage takes, {made[0].inputs}, as its "
             rule += "only input"
-            raise ValueError(requirement("with_ends(first=...)", rule, first.outputs))
+            raise value_error("with_ends(first=...)", rule, first.outputs)
         made[0] = _chained((first, made[0]), 1)
     if last is not None:
         _check_end("last", last)
@@ -134,7 +134,7 @@ def with_ends(
         if len(before) != 1 or last.inputs != before:
             rule = f"must take what the last stage puts out, {before}, as its only "
             rule += "input"
-            raise ValueError(requirement("with_ends(last=...)", rule, last.inputs))
+            raise value_error("with_ends(last=...)", rule, last.inputs)
         # With a single stage it may have become a chain above: it is then extended.
         known = made[-1].fn
         chain = known if isinstance(known, Chain) else Chain((made[-1],), 0)
@@ -200,15 +200,14 @@ def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
     chain, among = Chain(parts, block), parts[block]
     if among.stateful:
         rule = "must be no end of a stage that has a state"
-        raise ValueError(requirement("with_ends(first=.., last=..)", rule, "one"))
+        raise value_error("with_ends(first=.., last=..)", rule, "one")
     in_evaluation = None
     if any(part.in_evaluation is not None for part in parts):
         in_evaluation = replace(chain, in_evaluation=True)
         if in_evaluation.keyed:
             rule = "must all have a function for evaluation, or take no key, where one "
             rule += "of a stage and its ends has such a function"
-            call = "Stage(in_evaluation=...)"
-            raise ValueError(requirement(call, rule, "a part that draws"))
+            raise value_error("Stage(in_evaluation=...)", rule, "a part that draws")
     tied = {
         f"{number}/{path}" if path else f"{number}": name
         for number, part in enumerate(parts)
@@ -228,10 +227,10 @@ def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
 def _check_end(which: str, stage: object) -> None:
     call = f"with_ends({which}=...)"
     if not isinstance(stage, Stage):
-        raise TypeError(requirement(call, "must be a Stage", quoted(stage)))
+        raise type_error(call, "must be a Stage", quoted(stage))
     if stage.stateful:
         rule = "must have no state: give it to one of the stages"
-        raise ValueError(requirement(call, rule, "a stateful one"))
+        raise value_error(call, rule, "a stateful one")
 
 
 def _check_trees(count: int, params: PyTree) -> None:
@@ -240,4 +239,4 @@ def _check_trees(count: int, params: PyTree) -> None:
         rule += "each part, in order"
         got = type_name(params)
         got += f" of {len(params)}" if isinstance(params, tuple | list) else ""
-        raise ValueError(requirement("Pipeline(params)", rule, got))
+        raise value_error("Pipeline(params)", rule, got)

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist import targets
 from jdist._compat import Ahead
-from jdist._errors import check_sequence, check_type, requirement
+from jdist._errors import check_sequence, check_type, value_error
 from jdist._tree import PyTree, is_inexact, shapes_of
 from jdist.pipeline.plan.profile import Layer, Profile
 from jdist.pipeline.schedule.actions import check_counts
@@ -78,9 +78,7 @@ def profile(
         rule = "must be hardware, from `targets.target`"
         check_type("profile(target=...)", target, targets.Hardware, rule)
     if not layers:
-        raise ValueError(
-            requirement("profile(layers=...)", "must not be empty", "none")
-        )
+        raise value_error("profile(layers=...)", "must not be empty", "none")
     key = jax.random.key(0) if key is None else key
     if target is None:
         # Put on the device first, so that transfers are not timed.
@@ -99,7 +97,7 @@ def profile(
         missing = [name for name in module.inputs if name not in values]
         if missing:
             rule = f"must write {missing[0]!r} before {module.name!r} reads it"
-            raise ValueError(requirement("profile(layers=...)", rule, sorted(values)))
+            raise value_error("profile(layers=...)", rule, sorted(values))
         inputs = [values[name] for name in module.inputs]
         if target is None:
             layer, outputs = _measured(module, inputs, key, repeats)
@@ -155,8 +153,7 @@ def _compiled(
             found = targets.compile(lowered, target=target)
             if found.seconds is None or not found.fits:
                 rule = f"must fit a chip of {target.name}, also {module.name!r} alone"
-                got = found.refused
-                raise ValueError(requirement("profile(layers=...)", rule, got))
+                raise value_error("profile(layers=...)", rule, found.refused)
             known[text] = found.seconds
         seconds.append(known[text])
     forward, backward = seconds

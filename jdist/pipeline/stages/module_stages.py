@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdist._errors import check_function, check_sequence, check_type, requirement
+from jdist._errors import check_function, check_sequence, check_type, value_error
 from jdist._tree import PyTree, named_leaves
 from jdist.pipeline.plan import Plan
 from jdist.pipeline.stages.module import Module
@@ -80,8 +80,7 @@ class FromModules(NamedTuple):
         for name, given in (("params", params), ("states", states)):
             if len(given) != len(self.stages):
                 rule = f"must have one tree for each of {len(self.stages)} stages"
-                call = f"FromModules.modules({name})"
-                raise ValueError(requirement(call, rule, f"{len(given)}"))
+                raise value_error(f"FromModules.modules({name})", rule, f"{len(given)}")
         found: dict[int, Any] = {}
         for members, shared, own, state in zip(
             self.members, self.shared, params, states, strict=True
@@ -250,9 +249,7 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
     for module, where, found in ((a, at, ones), (b, path, others)):
         if not found:
             rule = f"must have parameters {name!r} of {module.name!r} at {where!r}"
-            raise ValueError(
-                requirement(call, rule, sorted(named_leaves(module.params)))
-            )
+            raise value_error(call, rule, sorted(named_leaves(module.params)))
     alike = ones.keys() == others.keys() and all(
         x.shape == others[below].shape and x.dtype == others[below].dtype
         for below, x in ones.items()
@@ -265,7 +262,7 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
         known and any(not np.array_equal(x, others[k]) for k, x in ones.items())
     ):
         rule = f"must have equal parameters {name!r} in {a.name!r} and {b.name!r}"
-        raise ValueError(requirement(call, rule, "different ones"))
+        raise value_error(call, rule, "different ones")
 
 
 def _program(
@@ -298,7 +295,7 @@ def _stage(
             rule = f"must name each value once for {module.name!r}, a stage by itself"
             remedy = "Give that stage as a list of one module."
             call = "stages_from_nnx(inputs=...)"
-            raise ValueError(requirement(call, rule, module.inputs, remedy))
+            raise value_error(call, rule, module.inputs, remedy)
         fn, outputs, in_evaluation = (
             module.fn,
             program.calls[0].writes,
@@ -344,7 +341,7 @@ def _check_evaluation(members: Sequence[Module]) -> None:
     if evaluated and drawing:
         rule = f"must have in_evaluation for {drawing[0]!r}, which takes a key, as for "
         rule += f"{evaluated[0]!r} of the same stage"
-        raise ValueError(requirement("stages_from_modules(modules)", rule, "None"))
+        raise value_error("stages_from_modules(modules)", rule, "None")
 
 
 def _wanted(
@@ -359,7 +356,7 @@ def _wanted(
     call = "stages_from_modules(loss_inputs=...)"
     check_sequence(call, loss_inputs, str, rule)
     if not loss_inputs or any(name not in newest for name in loss_inputs):
-        raise ValueError(requirement(call, rule, loss_inputs))
+        raise value_error(call, rule, loss_inputs)
     return tuple(newest[name] for name in loss_inputs)
 
 
@@ -392,7 +389,7 @@ def _stages_by_name(
         planned = {n: j for j, stage in enumerate(given.stages) for n in stage.layers}
         if set(planned) != set(names):
             rule = f"must be a plan for the modules {names}"
-            raise ValueError(requirement(call, rule, sorted(planned)))
+            raise value_error(call, rule, sorted(planned))
         return {name: planned[name] for name in names}
     rule = f"must be a plan, or a stage's number for each of {len(names)} modules"
     several: Any = given
@@ -403,10 +400,10 @@ def _stages_by_name(
     numbers = [int(number) for number in several]
     if len(numbers) != len(names):
         rule = f"must have a number for each of the {len(names)} modules"
-        raise ValueError(requirement(call, rule, numbers))
+        raise value_error(call, rule, numbers)
     if set(numbers) != set(range(max(numbers) + 1)):
         rule = "must have stages from 0 on, and a module in each"
-        raise ValueError(requirement(call, rule, numbers))
+        raise value_error(call, rule, numbers)
     return dict(zip(names, numbers, strict=True))
 
 
@@ -414,7 +411,7 @@ def _check_modules(modules: Sequence[Module]) -> None:
     call = "stages_from_modules(modules)"
     check_sequence(call, modules, Module, "must be a sequence of Module")
     if not modules:
-        raise ValueError(requirement(call, "must not be empty", "none"))
+        raise value_error(call, "must not be empty", "none")
     for module in modules:
         own = f"Module({module.name!r}"
         check_type(f"{own}, name=...)", module.name, str, "must be a str")
@@ -429,7 +426,7 @@ def _check_modules(modules: Sequence[Module]) -> None:
     twice = [n for n, many in Counter(m.name for m in modules).items() if many > 1]
     if twice:
         rule = "must have different names"
-        raise ValueError(requirement(call, rule, f"{twice[0]!r} more than once"))
+        raise value_error(call, rule, f"{twice[0]!r} more than once")
 
 
 def _check_order(
@@ -444,4 +441,4 @@ def _check_order(
                 got = f"stage {stage_of[call.module]} for it, and stage {source} for "
                 argument = "stages_from_modules(module_to_stage_map)"
                 got += repr(writer[name])
-                raise ValueError(requirement(argument, rule, got))
+                raise value_error(argument, rule, got)

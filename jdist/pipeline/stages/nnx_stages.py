@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from jdist._errors import check_sequence, check_type, quoted, requirement
+from jdist._errors import check_sequence, check_type, quoted, value_error
 from jdist._flax import (
     ModuleParts,
     RandomStreams,
@@ -154,7 +154,7 @@ def stages_from_nnx(
     ]
     if not groups or not all(groups):
         rule = "must have a module for each stage, and one stage at least"
-        raise ValueError(requirement(f"{call}(modules)", rule, modules))
+        raise value_error(f"{call}(modules)", rule, modules)
     # Modules are numbered over all stages.
     flat = [module for group in groups for module in group]
     for layer in flat:
@@ -192,7 +192,7 @@ def _chain(
     if len(ends) != len(groups) + 1:
         rule = f"must be {len(groups) + 1} names: one between each two stages, and "
         rule += "one at both ends"
-        raise ValueError(requirement("stages_from_nnx(names=...)", rule, ends))
+        raise value_error("stages_from_nnx(names=...)", rule, ends)
     found = [ends[0]]
     for group, end in zip(groups, ends[1:], strict=True):
         # Values inside a stage need names too, which no other stage sees.
@@ -207,12 +207,12 @@ def _check_keys(
     strange = [key for key in given if key not in known]
     if strange:
         rule = f"must be for some of the layers {list(known)}"
-        raise ValueError(requirement(call, rule, quoted(strange[0])))
+        raise value_error(call, rule, quoted(strange[0]))
     # A string is a sequence of strings: "xy" would pass as two names.
     texts = [key for key, names in given.items() if isinstance(names, str)]
     if texts:
         rule = f"must be a tuple of names for {texts[0]!r}"
-        raise ValueError(requirement(call, rule, quoted(given[texts[0]])))
+        raise value_error(call, rule, quoted(given[texts[0]]))
 
 
 def _tied(
@@ -245,7 +245,7 @@ def _tied(
             rule = f"must tie {places[0][1]!r} of {places[0][0]!r} alike in all layers "
             rule += "that hold it"
             got = f"{[key for key, _ in places]} hold it"
-            raise ValueError(requirement(f"{call}(tied=...)", rule, got))
+            raise value_error(f"{call}(tied=...)", rule, got)
         for key, path in places:
             # A path that the user has named keeps its name.
             found[key].setdefault(path, name)
@@ -281,7 +281,7 @@ def _parameters(
             rule = "must not share a state: what one layer leaves behind would be "
             rule += f"lost on the other, {key!r}"
             got = f"{type_name(variable)} at {where}"
-            raise ValueError(requirement(f"{call}(modules)", rule, got))
+            raise value_error(f"{call}(modules)", rule, got)
         found.append((where, id(variable)))
     return found
 
@@ -373,6 +373,6 @@ class NnxFunction:
             why = "in evaluation it has no key" if self.evaluation else why
             rule = f"must draw no random numbers: {why}"
             got = f"a {type(put_together(*parts)).__name__} that draws"
-            raise ValueError(requirement("stages_from_nnx(modules)", rule, got))
+            raise value_error("stages_from_nnx(modules)", rule, got)
         returns_state = stateful and not self.evaluation
         return (found.output, found.rest) if returns_state else found.output

@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 
 from jdist._compat import automatic, launched, placed, shares_threads
-from jdist._errors import check_type, quoted, requirement
+from jdist._errors import check_type, quoted, type_error, value_error
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
 _PLACES = "Pipeline(places)"
@@ -87,9 +87,8 @@ def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list
             places.append(_with_data_axis(own, data_axis))
         elif isinstance(one, str | Sharding) or not hasattr(one, "device_kind"):
             rule = "must be devices and meshes"
-            got = f"{one!r} for worker {worker}"
             remedy = "Names of workers are given as `pipeline.Workers(names)`."
-            raise TypeError(requirement(_PLACES, rule, got, remedy))
+            raise type_error(_PLACES, rule, f"{one!r} for worker {worker}", remedy)
         else:
             places.append(one)
     _check_data_axis(places, data_axis)
@@ -106,15 +105,14 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
     """
     call = "Workers(mesh=...)"
     if not isinstance(mesh, Mesh):
-        raise TypeError(requirement(call, "must be a jax.sharding.Mesh", quoted(mesh)))
+        raise type_error(call, "must be a jax.sharding.Mesh", quoted(mesh))
     mesh = automatic_axes(call, mesh)
     here = jax.process_index()
     others = {device.process_index for device in mesh.devices.flat} - {here}
     if others:
         rule = "must have devices of this process alone"
         got = f"devices of the processes {sorted(others)} in process {here}"
-        remedy = "Make it of jax.local_devices()."
-        raise ValueError(requirement(call, rule, got, remedy))
+        raise value_error(call, rule, got, "Make it of jax.local_devices().")
     return _with_data_axis(mesh, data_axis)
 
 
@@ -155,8 +153,7 @@ def automatic_axes(call: str, mesh: Mesh, whose: str = "") -> Mesh:
         rule = "must be meshes with automatic or explicit axes"
         kinds = ", ".join(kind.name for kind in mesh.axis_types)
         remedy = "Make it by jax.sharding.Mesh(devices, names)."
-        got = f"axes of type {kinds}{whose}"
-        raise ValueError(requirement(call, rule, got, remedy))
+        raise value_error(call, rule, f"axes of type {kinds}{whose}", remedy)
     return automatic(mesh) if AxisType.Explicit in mesh.axis_types else mesh
 
 
@@ -167,7 +164,7 @@ def _check_data_axis(places: Sequence[Place], data_axis: str | None) -> None:
     names = sorted({name for place in meshes for name in place.mesh.axis_names})
     rule = "must be an axis of one of the meshes"
     got = f"{data_axis!r}, where the axes are {names}"
-    raise ValueError(requirement("Meshes(data_axis=...)", rule, got))
+    raise value_error("Meshes(data_axis=...)", rule, got)
 
 
 def _check_overlap(places: Sequence[Place]) -> None:
@@ -183,7 +180,7 @@ def _check_overlap(places: Sequence[Place]) -> None:
             got = f"{shared} and others for the workers {one} and {other}"
             remedy = "Give both the same mesh, or meshes of other devices; a mesh may "
             remedy += "leave devices out."
-            raise ValueError(requirement(_PLACES, rule, got, remedy))
+            raise value_error(_PLACES, rule, got, remedy)
 
 
 def devices_of(place: Place) -> set[jax.Device]:
@@ -374,7 +371,7 @@ def _put(leaf: Any, target: Sharding, joint: bool = False) -> Any:
     others = sorted({device.process_index for device in devices})
     got = f"devices of the processes {others} in process {jax.process_index()}"
     remedy = "A pipeline for hardware that is not here has `lower` alone."
-    raise ValueError(requirement(_PLACES, rule, got, remedy))
+    raise value_error(_PLACES, rule, got, remedy)
 
 
 def over_processes(leaf: Any, target: Sharding) -> jax.Array:
@@ -443,13 +440,13 @@ def sharded(
     """
     if not isinstance(place, StageMesh):
         rule = f"must be None for stage {stage}, whose place is no mesh"
-        raise ValueError(requirement(f"{call}(specs)", rule, specs))
+        raise value_error(f"{call}(specs)", rule, specs)
     try:
         each = jax.tree.broadcast(specs, value, is_leaf=_is_spec)
     except ValueError as error:
         rule = "must be a tree like the parameters, or a part of it from the top, for "
         rule += f"stage {stage}"
-        raise ValueError(requirement(f"{call}(specs)", rule, str(error))) from error
+        raise value_error(f"{call}(specs)", rule, str(error)) from error
 
     for spec in jax.tree.leaves(each, is_leaf=_is_spec):
         rule = "must have a PartitionSpec or None for each parameter"
@@ -472,7 +469,7 @@ def _check_spec(
 ) -> None:
     if len(spec) > len(shape):
         rule = f"must have no more axes than the array, at stage {stage}"
-        raise ValueError(requirement(call, rule, f"{spec} for shape {tuple(shape)}"))
+        raise value_error(call, rule, f"{spec} for shape {tuple(shape)}")
     # Not strict: a specification may be shorter than the shape.
     for size, entry in zip(shape, spec, strict=False):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -483,13 +480,13 @@ def _check_spec(
             got = f"{spec}, which names {unknown[0]!r}"
             remedy = "Place the array by Pipeline.place(params, specs), or give the "
             remedy += "mesh that axis."
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise value_error(call, rule, got, remedy)
         parts = math.prod(mesh.shape[name] for name in names)
         if size % parts:
             rule = f"must be divided by the mesh of stage {stage} evenly"
             got = f"{spec} for shape {tuple(shape)}: {size} in {parts} parts"
             remedy = "Shard another axis, or pad the parameter."
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise value_error(call, rule, got, remedy)
 
 
 def on_mesh(tree: PyTree) -> bool:

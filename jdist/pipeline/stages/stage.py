@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax
 
-from jdist._errors import check_flags, check_function, requirement
+from jdist._errors import check_flags, check_function, type_error, value_error
 from jdist._tree import PyTree, type_name
 from jdist.segment import Segment, segment
 from jdist.segment.internal import POLICIES, is_policy, unguarded
@@ -73,19 +73,19 @@ class Stage:
             call = f"Stage({given}=...)"
             several = isinstance(names, Iterable) and not isinstance(names, str)
             if not several or not all(isinstance(n, str) for n in names):
-                raise TypeError(requirement(call, "must be a tuple of names", names))
+                raise type_error(call, "must be a tuple of names", names)
             # The class is frozen, and a list would make it unhashable.
             object.__setattr__(self, given, tuple(names))
             if len(set(names)) != len(names):
-                raise ValueError(requirement(call, "must be different names", names))
+                raise value_error(call, "must be different names", names)
         check_flags("Stage", stateful=self.stateful, keyed=self.keyed)
         _check_tied(self.tied)
         if not self.outputs:
             rule = "must name one value at least"
-            raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
+            raise value_error("Stage(outputs=...)", rule, self.outputs)
         if not is_policy(self.recompute):
             rule = f"must be one of {', '.join(map(repr, sorted(POLICIES, key=str)))}"
-            raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
+            raise value_error("Stage(recompute=...)", rule, self.recompute)
 
     def named(self, returned: PyTree) -> dict[str, PyTree]:
         """The outputs by name, from the return value of `fn`.
@@ -138,13 +138,12 @@ def _check_tied(tied: Mapping[str, str]) -> None:
     call = "Stage(tied=...)"
     texts = [*tied, *tied.values()] if isinstance(tied, Mapping) else [None]
     if not all(isinstance(text, str) for text in texts):
-        rule = "must be a dict from paths to names"
-        raise TypeError(requirement(call, rule, tied))
+        raise type_error(call, "must be a dict from paths to names", tied)
     # A leaf below both paths would be summed under two names.
     within = [(a, b) for a in tied for b in tied if b.startswith(f"{a}/")]
     if within:
         rule = "must not have a path within another one"
-        raise ValueError(requirement(call, rule, f"{within[0][1]} in {within[0][0]}"))
+        raise value_error(call, rule, f"{within[0][1]} in {within[0][0]}")
 
 
 def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., PyTree]:
@@ -203,5 +202,5 @@ def outputs_by_name(
     if not isinstance(returned, tuple | list) or len(returned) != len(names):
         rule = f"must return the {len(names)} outputs {tuple(names)}"
         size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
-        raise ValueError(requirement(call, rule, f"{type_name(returned)}{size}"))
+        raise value_error(call, rule, f"{type_name(returned)}{size}")
     return dict(zip(names, returned, strict=True))

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdist._errors import check_sequence, requirement
+from jdist._errors import check_sequence, value_error
 from jdist.pipeline.stages.stage import Stage
 
 BATCH = -1
@@ -72,7 +72,7 @@ def wire(
         rule = "must be a sequence of names"
         check_sequence("Pipeline(loss_inputs=...)", loss_inputs, str, rule)
     if not stages:
-        raise ValueError(requirement("Pipeline(stages)", "must not be empty", "[]"))
+        raise value_error("Pipeline(stages)", "must not be empty", "[]")
     wanted = tuple(stages[-1].outputs if loss_inputs is None else loss_inputs)
     producer = _producers(stages)
     # The loss is one more consumer, after all stages.
@@ -99,8 +99,7 @@ def _producers(stages: Sequence[Stage]) -> dict[str, int]:
             if name in producer:
                 rule = f"must put out each value once, {name!r} comes from stage "
                 got = f"stage {number} too"
-                call = "Pipeline(stages)"
-                raise ValueError(requirement(call, rule + str(producer[name]), got))
+                raise value_error("Pipeline(stages)", rule + str(producer[name]), got)
             producer[name] = number
     return producer
 
@@ -114,9 +113,8 @@ def _source(producer: dict[str, int], name: str, number: int, stages: int) -> in
         return source
     taker = "the loss" if number == stages else f"stage {number}"
     rule = f"must put out a value before it is taken: {taker} takes {name!r}"
-    got = f"{name!r} from stage {source}"
     remedy = "Order the stages, or rename an entry of the batch of that name."
-    raise ValueError(requirement("Pipeline(stages)", rule, got, remedy))
+    raise value_error("Pipeline(stages)", rule, f"{name!r} from stage {source}", remedy)
 
 
 def _check_consumed(
@@ -142,8 +140,7 @@ def _check_consumed(
                 rule = f"must put out what {taker} takes, {close!r}, or not put out "
                 rule += f"{name!r}, which nothing takes"
                 got = f"{name!r} from stage {number} and {close!r} for {taker}"
-                remedy = "Write both names alike."
-                raise ValueError(requirement(call, rule, got, remedy))
+                raise value_error(call, rule, got, "Write both names alike.")
             rule = "must take every value that is put out"
             got = f"{name!r} of stage {number}, which neither a later stage takes nor "
             got += "the loss"
@@ -151,4 +148,4 @@ def _check_consumed(
             remedy = "Drop it, or name it in `loss_inputs`."
             if taken:
                 remedy += f" Of the batch they take {sorted(taken)}."
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise value_error(call, rule, got, remedy)

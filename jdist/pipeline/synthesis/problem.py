@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.pipeline.simulation.costs import Costs
 
 ACTIONS = ("forward", "whole", "inputs", "params")
@@ -144,7 +144,7 @@ class SchedulingProblem:
             if not size:
                 rule = "must have bytes that are multiples of a common unit"
                 got = "others, such as measured ones divided by a number"
-                raise ValueError(requirement("synthesize(costs)", rule, got))
+                raise value_error("synthesize(costs)", rule, got)
             whole |= {name: np.rint(t / size).astype(int) for name, t in sizes.items()}
             # A sum of sizes may lie an ulp above the limit that it was computed for.
             whole["limit"] = np.floor(self.limit / size + 1e-9).astype(int)

@@ -13,7 +13,7 @@ from jdist._errors import (
     check_number,
     check_sequence,
     check_type,
-    requirement,
+    value_error,
 )
 from jdist.pipeline.schedule.actions import Action, check_counts
 from jdist.pipeline.schedule.drain import split_drain
@@ -172,7 +172,7 @@ def _placed(
     rule = f"must name each of {workers} workers {chunks} times, a worker per stage"
     check_sequence(call, placement, int | np.integer, rule)
     if sorted(placement) != sorted([*range(workers)] * chunks):
-        raise ValueError(requirement(call, rule, placement))
+        raise value_error(call, rule, placement)
     return tuple(placement)
 
 
@@ -184,12 +184,12 @@ def _limited(
     call, rule = "synthesize(memory=...)", "must be bytes, for all workers or for each"
     limits = np.asarray(memory)
     if limits.dtype.kind not in "iuf" or limits.shape not in ((), weights.shape):
-        raise ValueError(requirement(call, rule, memory))
+        raise value_error(call, rule, memory)
     least = weights + problem.smallest_limit()
     if not (limits >= least).all():
         rule = "must be at least the weights and one micro-batch's activations of each "
         rule += f"worker, {least.tolist()} bytes"
-        raise ValueError(requirement(call, rule, memory))
+        raise value_error(call, rule, memory)
     return limits, replace(problem, limit=limits - weights)
 
 

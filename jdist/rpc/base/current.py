@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from jdist._errors import requirement
+from jdist._errors import requirement, type_error, value_error
 from jdist._scheduling import leave_batch_class
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import DEFAULT_TIMEOUT
@@ -98,11 +98,10 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
 def check_timeout(call: str, timeout: object) -> None:
     """Check that a timeout is -1 or a finite, non-negative number of seconds."""
     if not isinstance(timeout, _NUMBERS) or isinstance(timeout, bool):
-        raise TypeError(requirement(call, "must be a number of seconds", timeout))
+        raise type_error(call, "must be a number of seconds", timeout)
     if timeout != DEFAULT and not 0 <= timeout < math.inf:
         rule = "must be finite and RPC Timeout must be non-negative"
-        remedy = "0 means no limit and -1 the default."
-        raise ValueError(requirement(call, rule, timeout, remedy))
+        raise value_error(call, rule, timeout, "0 means no limit and -1 the default.")
 
 
 def with_deadline(meta: Meta, deadline: Deadline) -> Meta:
@@ -361,7 +360,7 @@ def use_worker(name: str) -> Iterator[None]:
     chosen = _workers.get(name) if isinstance(name, str) else None
     if chosen is None:
         rule = f"must be a worker of this process, one of {sorted(_workers)}"
-        raise ValueError(requirement("use_worker(name)", rule, name))
+        raise value_error("use_worker(name)", rule, name)
     with acting_as(chosen):
         yield
 

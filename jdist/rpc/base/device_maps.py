@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, type_error, value_error
 from jdist.rpc.base.errors import ProtocolError
 
 Table = Mapping[jax.Device, int]
@@ -107,16 +107,16 @@ def check(maps: object) -> None:
     for name, table in maps.items():
         rule = "must have a map from devices to numbers for the name of a worker"
         if not isinstance(name, str) or not isinstance(table, Mapping):
-            raise TypeError(requirement(CALL, rule, f"{name!r}: {table!r}"))
+            raise type_error(CALL, rule, f"{name!r}: {table!r}")
         for pair in table.items():
             shown = f"{pair[0]!r}: {pair[1]!r} for {name!r}"
             if any(type(number) is not int for number in pair):
                 rule = "must lead from numbers of devices to numbers of devices"
-                raise TypeError(requirement(CALL, rule, shown))
+                raise type_error(CALL, rule, shown)
             if min(pair) < 0:
                 rule = "must have numbers from 0: Device index must not be negative"
-                raise ValueError(requirement(CALL, rule, shown))
+                raise value_error(CALL, rule, shown)
         if len(set(table.values())) < len(table):
             rule = "must lead to each device once: device maps only support 1-to-1 "
             rule += f"mapping, that for {name!r} has duplicated target devices"
-            raise ValueError(requirement(CALL, rule, dict(table)))
+            raise value_error(CALL, rule, dict(table))

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 
 LOCAL_BITS = 48
 _LOCAL_IDS = 1 << LOCAL_BITS
@@ -43,9 +43,7 @@ class GloballyUniqueId(NamedTuple):
           GloballyUniqueId(created_on=3, local_id=1)
         """
         if not 0 <= number < 1 << 64:
-            raise ValueError(
-                requirement("unpacked(number)", "must have 64 bits", number)
-            )
+            raise value_error("unpacked(number)", "must have 64 bits", number)
         return cls(number >> LOCAL_BITS, number & (_LOCAL_IDS - 1))
 
 

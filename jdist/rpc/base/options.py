@@ -10,7 +10,8 @@ from jdist._errors import (
     check_choice,
     check_flags,
     check_type,
-    requirement,
+    type_error,
+    value_error,
 )
 from jdist.rpc.base import device_maps
 
@@ -93,10 +94,10 @@ class RpcOptions:
             check_seconds(f"RpcOptions({name}=...)", getattr(self, name))
         if self.polling > LONGEST_POLLING:
             rule = f"must be at most {LONGEST_POLLING} s: who polls occupies a core"
-            raise ValueError(requirement("RpcOptions(polling=...)", rule, self.polling))
+            raise value_error("RpcOptions(polling=...)", rule, self.polling)
         if not self.heartbeat_timeout:
             rule = "must be above 0: a frozen worker would never be noticed"
-            raise ValueError(requirement("RpcOptions(heartbeat_timeout=...)", rule, 0))
+            raise value_error("RpcOptions(heartbeat_timeout=...)", rule, 0)
         check_at_least("RpcOptions(threads=...)", self.threads, 1)
         check_at_least("RpcOptions(max_array_bytes=...)", self.max_array_bytes, 1)
         rule = "must be an address, a str"
@@ -118,15 +119,14 @@ def check_seconds(call: str, seconds: object) -> None:
     # The messages keep the words that torch's users search for.
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
         rule = "must be a number of seconds (incompatible constructor arguments)"
-        raise TypeError(requirement(call, rule, seconds))
+        raise type_error(call, rule, seconds)
     if not seconds >= 0 or math.isinf(seconds):
         rule = "must be finite: RPC Timeout must be non-negative"
-        raise ValueError(requirement(call, rule, seconds, "0 means no limit."))
+        raise value_error(call, rule, seconds, "0 means no limit.")
 
 
 def check_options(call: str, options: object) -> None:
     """Check that a value is an `RpcOptions`."""
     if not isinstance(options, RpcOptions):
-        rule = "must be an instance of RpcOptions"
         remedy = "It takes the place of torch's Argument rpc_backend_options."
-        raise TypeError(requirement(call, rule, options, remedy))
+        raise type_error(call, "must be an instance of RpcOptions", options, remedy)

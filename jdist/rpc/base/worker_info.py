@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
-from jdist._errors import quoted, requirement
+from jdist._errors import quoted, value_error
 
 # torch's rule, word for word in the messages its users search for.
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
@@ -42,20 +42,15 @@ class WorkerInfo:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             rule = "must be non-empty: worker name must be non-empty"
-            raise ValueError(
-                requirement("WorkerInfo(name=...)", rule, quoted(self.name))
-            )
+            raise value_error("WorkerInfo(name=...)", rule, quoted(self.name))
         if len(self.name) > _LONGEST_NAME:
             rule = f"must be shorter than {_LONGEST_NAME + 1} characters"
-            raise ValueError(requirement("WorkerInfo(name=...)", rule, len(self.name)))
+            raise value_error("WorkerInfo(name=...)", rule, len(self.name))
         if not _NAME.fullmatch(self.name):
             rule = "is refused: Worker name must match [A-Za-z0-9_:-]+"
-            raise ValueError(
-                requirement("WorkerInfo(name=...)", rule, quoted(self.name))
-            )
+            raise value_error("WorkerInfo(name=...)", rule, quoted(self.name))
         if not 0 <= self.id < MOST_WORKERS:
-            rule = "must be in 0..65535"
-            raise ValueError(requirement("WorkerInfo(id=...)", rule, self.id))
+            raise value_error("WorkerInfo(id=...)", "must be in 0..65535", self.id)
 
 
 class PeerRecord(NamedTuple):

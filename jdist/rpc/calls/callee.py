@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from jdist._compat import called_outside_mesh
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.current import (
     Cancellable,
@@ -218,7 +218,7 @@ class Callee:
             raise ValueError(f"Requests of kind {kind!r} have a handler already.")
         if limited and inline:
             rule = "must not run users' functions, which may wait"
-            raise ValueError(requirement("Agent.register(inline=...)", rule, kind))
+            raise value_error("Agent.register(inline=...)", rule, kind)
         self._handlers[kind] = handler
         if limited:
             self._limited.add(kind)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.device_maps import CALL
 from jdist.rpc.base.errors import ProtocolError
@@ -25,7 +25,7 @@ def install(agent: Agent) -> None:
         if strange:
             rule = f"has target devices with invalid indices: {agent.info.name!r} has "
             rule += f"{len(devices)} devices, from 0 on"
-            raise ValueError(requirement(CALL, rule, strange))
+            raise value_error(CALL, rule, strange)
         inverse = {devices[target]: source for target, source in body.items()}
         agent.device_maps.answer(incarnation_of(caller), inverse)
 
@@ -43,14 +43,14 @@ def exchange(agent: Agent) -> None:
     strangers = sorted(set(maps) - set(known))
     if strangers:
         rule = f"has invalid target node names in its device maps; there are {known}"
-        raise ValueError(requirement(CALL, rule, strangers))
+        raise value_error(CALL, rule, strangers)
     for name, chosen in maps.items():
         # Not without a map: the first call starts JAX's backend and its threads.
         devices = jax.local_devices()
         if max(chosen, default=0) >= len(devices):
             rule = f"has source devices with invalid indices in the map for {name!r}: "
             rule += f"there are {len(devices)} in jax.local_devices()"
-            raise ValueError(requirement(CALL, rule, max(chosen)))
+            raise value_error(CALL, rule, max(chosen))
         peer = agent.directory.find(name)
         # The callee checks the devices first: a map that it refuses must not be used.
         agent.call(peer.info, _KIND, {target: n for n, target in chosen.items()})

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from jax.profiler import TraceAnnotation
 from msgspec.structs import replace
 
-from jdist._errors import quoted, requirement
+from jdist._errors import quoted, type_error
 from jdist._tree import type_name
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Meta, Operation, RunningCall
@@ -198,7 +198,7 @@ def outgoing(
     if not callable(func):
         rule = "function should be callable"
         remedy = f"Give the function itself: `{verb}(to, fn, args=(x, y))`."
-        raise TypeError(requirement(f"{verb}(func)", rule, quoted(func), remedy))
+        raise type_error(f"{verb}(func)", rule, quoted(func), remedy)
     body = (func, positional(verb, args), named(verb, kwargs))
     found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
     return intercepted(agent, found, Invocation(kind, *body))
@@ -255,7 +255,7 @@ def async_execution(fn: F) -> F:
         setattr(inner, _MARK, True)
     except (AttributeError, TypeError):
         rule = "must be a Python function"
-        raise TypeError(requirement("async_execution(fn)", rule, fn)) from None
+        raise type_error("async_execution(fn)", rule, fn) from None
     return fn
 
 
@@ -307,7 +307,7 @@ def positional(call: str, args: Any) -> tuple[Any, ...]:
         "All of them go together, `args=(x, y)`; a single one takes a comma, "
         "`args=(x,)`."
     )
-    raise TypeError(requirement(f"{call}(args=...)", rule, _kind(args), remedy))
+    raise type_error(f"{call}(args=...)", rule, _kind(args), remedy)
 
 
 def named(call: str, kwargs: Any) -> dict[str, Any]:
@@ -330,10 +330,10 @@ def named(call: str, kwargs: Any) -> dict[str, Any]:
     remedy = 'For example: `kwargs={"x": x}`.'
     what = f"{call}(kwargs=...)"
     if not isinstance(kwargs, Mapping):
-        raise TypeError(requirement(what, rule, _kind(kwargs), remedy))
+        raise type_error(what, rule, _kind(kwargs), remedy)
     for key in kwargs:
         if type(key) is not str:
-            raise TypeError(requirement(what, rule, f"the key {key!r}", remedy))
+            raise type_error(what, rule, f"the key {key!r}", remedy)
     return dict(kwargs)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
@@ -327,7 +327,7 @@ class Directory:
             return self._by_name.get(str(to))
         rule = "must be a name, a rank or a WorkerInfo"
         rule += " (Cannot get WorkerInfo from name)"
-        raise ValueError(requirement("rpc(to=...)", rule, to))
+        raise value_error("rpc(to=...)", rule, to)
 
     def _await(self, to: Any) -> None:
         """Waits while a worker that `to` may refer to is about to be admitted."""

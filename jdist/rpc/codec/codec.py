@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import is_traced
-from jdist._errors import quoted, requirement
+from jdist._errors import quoted, requirement, type_error, value_error
 from jdist._tree import type_name
 from jdist.rpc.base.current import Meta, Operation
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
@@ -140,7 +140,7 @@ class Encoding:
         """
         if not self.depth:
             rule = "must not be nested that deeply, nor contain itself"
-            raise ValueError(requirement("rpc(value)", rule, "one level too many"))
+            raise value_error("rpc(value)", rule, "one level too many")
         # Counted, not left to RecursionError: the peer counts the same levels.
         self.depth -= 1
         node: list[Tree] = [code, *more]
@@ -167,7 +167,7 @@ class Encoding:
                 f"Send what belongs to it under a name of your own, or an RRef to the "
                 f"{kind} as the key."
             )
-            raise TypeError(requirement("rpc(value)", rule, f"a {kind}", remedy))
+            raise type_error("rpc(value)", rule, f"a {kind}", remedy)
 
     def leaf(self, array: Any) -> list[Tree]:
         """Makes the node of an array; the same array is one leaf only."""
@@ -372,10 +372,7 @@ class Codec:
           ValueError: The code is taken.
         """
         if code in self.registered:
-            rule = "must be new"
-            raise ValueError(
-                requirement("Codec.register(code=...)", rule, quoted(code))
-            )
+            raise value_error("Codec.register(code=...)", "must be new", quoted(code))
 
         def encoder(encoding: Encoding, value: Any) -> Tree:
             other = encode(value, encoding.message)
@@ -577,25 +574,24 @@ def _jax_array(encoding: Encoding, value: jax.Array) -> Tree:
     if value.is_deleted():
         rule = "must not have been deleted"
         remedy = "It was donated to a compiled function: send it before, or a copy."
-        raise ValueError(requirement("rpc(array)", rule, "a deleted array", remedy))
+        raise value_error("rpc(array)", rule, "a deleted array", remedy)
     if not (value.is_fully_addressable or value.is_fully_replicated):
         rule = "must be addressable by this process as a whole, to be gathered"
         remedy = (
             "Gather it with `jax.experimental.multihost_utils.process_allgather`, or "
             "send the shards of this process: `array.addressable_data(0)`."
         )
-        raise ValueError(requirement("rpc(array)", rule, str(value.sharding), remedy))
+        raise value_error("rpc(array)", rule, str(value.sharding), remedy)
     return encoding.leaf(value)
 
 
 def _any_jax_array(encoding: Encoding, value: jax.Array) -> Tree:
     if is_traced(value):
-        rule = "must have a value"
         remedy = (
             "Inside jit, grad or vmap an array has none yet: make the call outside, or "
             "from a host callback."
         )
-        raise ValueError(requirement("rpc(array)", rule, str(value), remedy))
+        raise value_error("rpc(array)", "must have a value", str(value), remedy)
     if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return _jax_array(encoding, value)
     # A key array has no bytes of its own; its implementation travels by name.
@@ -658,7 +654,7 @@ def _method(encoding: Encoding, value: types.MethodType) -> Tree:
     owner, name = value.__self__, value.__name__
     if encoding.functions.method(owner, name) != value:
         rule = "must be what its name means in the class of its object"
-        raise ValueError(requirement("rpc(method)", rule, value))
+        raise value_error("rpc(method)", rule, value)
     return encoding.node((owner, name), codes.METHOD)
 
 
@@ -704,7 +700,7 @@ def _dataclass(encoding: Encoding, value: Any) -> Tree:
         object.__new__(type(value))
     except TypeError as error:
         rule = "must not be a dataclass with contents beside its fields"
-        raise TypeError(requirement("rpc(value)", rule, name, f"{error}.")) from error
+        raise type_error("rpc(value)", rule, name, f"{error}.") from error
     fields = [field.name for field in dataclasses.fields(value)]
     pairs = ((field, getattr(value, field)) for field in fields)
     return encoding.node(chain.from_iterable(pairs), codes.DATACLASS, name)
@@ -739,7 +735,7 @@ def _future(encoding: Encoding, value: Any) -> Tree:
         "Send what it waits for, `future.wait()`, or return it from a function "
         "decorated with `@rpc.async_execution`."
     )
-    raise TypeError(requirement("rpc(value)", rule, value, remedy))
+    raise type_error("rpc(value)", rule, value, remedy)
 
 
 def _decoded_dataclass(decoding: Decoding, node: list[Tree]) -> Any:

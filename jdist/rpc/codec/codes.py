@@ -36,7 +36,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import type_error
 from jdist.rpc.base.errors import ProtocolError
 
 Tree = None | bool | int | float | str | bytes | list["Tree"]
@@ -139,7 +139,7 @@ def dtype_name(dtype: np.dtype) -> str:
         return dtype.str
     rule = "must be numbers, booleans, dates or texts of fixed length"
     remedy = "Send the fields of a record as arrays of their own."
-    raise TypeError(requirement("rpc(array.dtype)", rule, str(dtype), remedy))
+    raise type_error("rpc(array.dtype)", rule, str(dtype), remedy)
 
 
 def dtype_named(name: str) -> np.dtype:

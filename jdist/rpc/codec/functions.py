@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import listed, requirement
+from jdist._errors import listed, requirement, value_error
 from jdist.rpc.base.errors import ForbiddenFunction
 
 _NEVER = frozenset((
@@ -145,7 +145,7 @@ class FunctionTable:
         if self.resolve(ref) is not function:
             rule = f"must still be what its name {ref!r} means"
             remedy = "Was it redefined, or decorated without `functools.wraps`?"
-            raise ValueError(requirement("rpc(function)", rule, function, remedy))
+            raise value_error("rpc(function)", rule, function, remedy)
         return ref
 
     def resolve(self, ref: str) -> Any:
@@ -322,11 +322,11 @@ def _check_allow(allow: tuple[str, ...]) -> None:
     for name in allow:
         if not isinstance(name, str) or not name:
             rule = "must be names such as 'mypkg' or 'mypkg.ops:step'"
-            raise ValueError(requirement("init_rpc(allow=...)", rule, name))
+            raise value_error("init_rpc(allow=...)", rule, name)
         if _within(name.partition(":")[0], _NEVER):
             rule = "must not open what can run anything"
             remedy = "Write a function of your own that does only what you need."
-            raise ValueError(requirement("init_rpc(allow=...)", rule, name, remedy))
+            raise value_error("init_rpc(allow=...)", rule, name, remedy)
 
 
 def _within(module: str, parents: Iterable[str]) -> bool:

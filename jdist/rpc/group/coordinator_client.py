@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist.rpc.base import current
 from jdist.rpc.base.current import NEVER, Deadline, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
@@ -302,7 +302,7 @@ class CoordinatorClient:
         known = chosen if self.elastic else members
         if self._agent.info.name not in chosen or not set(known).issuperset(chosen):
             rule = f"must be workers of the group, {self._agent.info.name} among them"
-            raise ValueError(requirement(f"{purpose}(names=...)", rule, chosen))
+            raise value_error(f"{purpose}(names=...)", rule, chosen)
         return chosen
 
     def _parts(self, frame: Frame) -> dict[str, Any]:
@@ -495,10 +495,10 @@ def client_of(agent: Agent) -> CoordinatorClient:
 def _check_tag(operation: str, tag: object) -> None:
     call = f"{operation}(tag=...)"
     if type(tag) is not str:
-        raise TypeError(requirement(call, "must be a string", tag))
+        raise type_error(call, "must be a string", tag)
     if len(tag) > _LONGEST_TAG:
         rule = f"must be shorter than {_LONGEST_TAG + 1} characters"
-        raise ValueError(requirement(call, rule, f"{len(tag)} of them"))
+        raise value_error(call, rule, f"{len(tag)} of them")
 
 
 class _Asked:

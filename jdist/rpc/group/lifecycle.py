@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, requirement, type_error, value_error
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
@@ -130,10 +130,10 @@ def init_rpc(
     world_size = _number("world_size", "WORLD_SIZE", world_size, default=0)
     if not 0 <= world_size <= MOST_WORKERS:
         rule = f"must be in 1..{MOST_WORKERS}, or 0 for an elastic group"
-        raise ValueError(requirement("init_rpc(world_size=...)", rule, world_size))
+        raise value_error("init_rpc(world_size=...)", rule, world_size)
     if not 0 <= rank < (world_size or MOST_WORKERS):
         rule = f"must be in 0..{(world_size or MOST_WORKERS) - 1}"
-        raise ValueError(requirement("init_rpc(rank=...)", rule, rank))
+        raise value_error("init_rpc(rank=...)", rule, rank)
     info = WorkerInfo(name, rank)
     at, key = _address(coordinator, world_size), _key(options, world_size)
     functions = FunctionTable(allow)
@@ -455,14 +455,14 @@ def _number(
         if text is None:
             rule = f"{argument} parameter missing, and environment variable {variable} "
             rule += "expected"
-            raise ValueError(requirement(call, rule, "neither"))
+            raise value_error(call, rule, "neither")
         try:
             return int(text)
         except ValueError:
             rule = f"must be a number, here from the environment variable {variable}"
-            raise ValueError(requirement(call, rule, text)) from None
+            raise value_error(call, rule, text) from None
     if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(requirement(call, "must be an integer", given))
+        raise type_error(call, "must be an integer", given)
     return given
 
 
@@ -474,7 +474,7 @@ def _address(given: str | tuple[str, int] | None, world_size: int) -> tuple[str,
             if world_size == 1:
                 return (LOOPBACK, 0)
             rule = "must be given, or MASTER_ADDR and MASTER_PORT be set"
-            raise ValueError(requirement(call, rule, "neither"))
+            raise value_error(call, rule, "neither")
         given = f"{host}:{port}"
     if isinstance(given, str):
         host, _, port = given.rpartition(":")
@@ -484,8 +484,7 @@ def _address(given: str | tuple[str, int] | None, world_size: int) -> tuple[str,
     match parts:
         case (str() as host, int() as number) if host and 0 <= number <= LAST_PORT:
             return (host, number)
-    rule = 'must be "host:port" or (host, port)'
-    raise ValueError(requirement(call, rule, given))
+    raise value_error(call, 'must be "host:port" or (host, port)', given)
 
 
 def _port(text: str) -> int | None:

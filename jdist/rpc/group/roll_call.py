@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base.current import moment
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import RpcOptions
@@ -184,11 +184,11 @@ def _refused(frame: Frame) -> Exception:
         return AbsentRanks(text, tuple(numbers))
     if kind == NOT_UNIQUE:
         rule = "must differ between processes"
-        return ValueError(requirement("RANK", rule, f"two of rank {numbers[0]}"))
+        return value_error("RANK", rule, f"two of rank {numbers[0]}")
     if kind == MISFIT:
         rank, theirs, ours = numbers
         rule = f"must be {ours} for every process, and RANK below it"
-        return ValueError(requirement("WORLD_SIZE", rule, f"rank {rank} of {theirs}"))
+        return value_error("WORLD_SIZE", rule, f"rank {rank} of {theirs}")
     return AbsentRanks(text, (0,))
 
 

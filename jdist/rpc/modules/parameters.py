@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._flax import is_module, parameters
 from jdist._tree import described, type_name
 from jdist.rpc.calls.agent import current_agent
@@ -133,19 +133,18 @@ def _cells(value: Any) -> Mapping[str, Any]:
         return {name: Parameter(name, variable) for name, variable in found}
     if not hasattr(type(value), "parameters"):
         rule = "needs a Flax NNX module, or an object with a method `parameters`"
-        raise TypeError(requirement(call, rule, type_name(value)))
+        raise type_error(call, rule, type_name(value))
     # Through the function table: a peer names this method, so `allow` must cover it.
     cells = current_agent().codec.functions.method(value, "parameters")()
     if not isinstance(cells, Mapping) or not all(type(name) is str for name in cells):
         kind = type(value).__name__
         rule = f"needs the method `parameters` of {kind} to return cells by their names"
-        raise TypeError(requirement(call, rule, type_name(cells)))
+        raise type_error(call, rule, type_name(cells))
     return cells
 
 
 def _check_same_kind(name: str, old: jax.Array, new: Any) -> None:
     is_array = hasattr(new, "shape") and hasattr(new, "dtype")
     if not is_array or described(new) != described(old):
-        rule = f"must be {described(old)}, as before"
         got = described(new) if is_array else type_name(new)
-        raise ValueError(requirement(f"{name}.value", rule, got))
+        raise value_error(f"{name}.value", f"must be {described(old)}, as before", got)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdist._errors import check_flags, requirement
+from jdist._errors import check_flags, type_error
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -81,7 +81,7 @@ class RemoteModule:
         # would be to that.
         if not callable(factory) or is_asynchronous(factory):
             rule = "must be a function or class that returns the module, not a future"
-            raise TypeError(requirement("RemoteModule(factory)", rule, factory))
+            raise type_error("RemoteModule(factory)", rule, factory)
         call = "RemoteModule"
         check_flags(call, trainable=trainable)
         making = (factory, positional(call, args), named(call, kwargs))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jdist._compat import require_backend
-from jdist._errors import check_sequence, listed, requirement
+from jdist._errors import check_sequence, listed, value_error
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, Scope, resolve
 from jdist.rpc.base.future import Future
@@ -132,14 +132,13 @@ def _places(
 ) -> list[jax.Device]:
     if len({info.name for info in infos}) != len(infos) or not infos:
         rule = "must be one or more unique names"
-        got = [info.name for info in infos]
-        raise ValueError(requirement("local_cluster(names)", rule, got))
+        raise value_error("local_cluster(names)", rule, [info.name for info in infos])
     if devices is None:
         return [_device_in_turn(info.id) for info in infos]
     rule = f"must be one device for each of the {len(infos)} workers"
     check_sequence("local_cluster(devices=...)", devices, jax.Device, rule)
     if len(devices) != len(infos):
-        raise ValueError(requirement("local_cluster(devices=...)", rule, list(devices)))
+        raise value_error("local_cluster(devices=...)", rule, list(devices))
     return list(devices)
 
 

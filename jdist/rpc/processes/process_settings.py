@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from jdist import _compilation_cache as compilation_cache
-from jdist._errors import check_at_least, check_flags, check_number, requirement
+from jdist._errors import (
+    check_at_least,
+    check_flags,
+    check_number,
+    requirement,
+    value_error,
+)
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed
 # memory at the heap's top is kept; one arena serves all threads. Environment variables
@@ -249,6 +255,5 @@ def _shares(call: str, nprocs: int, each: int) -> list[tuple[int, ...]]:
     if nprocs * each > len(cores):
         rule = f"must leave {nprocs} processes cores of their own"
         got = f"{each} per process, with {len(cores)} cores to use"
-        remedy = "Start fewer processes or do not pin them."
-        raise ValueError(requirement(call, rule, got, remedy))
+        raise value_error(call, rule, got, "Start fewer processes or do not pin them.")
     return [tuple(cores[i * each : (i + 1) * each]) for i in range(nprocs)]

@@ -20,7 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
 
-from jdist._errors import check_function, check_number, check_type, requirement
+from jdist._errors import (
+    check_function,
+    check_number,
+    check_type,
+    requirement,
+    value_error,
+)
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.base.posix import require_posix
@@ -272,7 +278,7 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     main = main_module()
     if getattr(fn, "__module__", "") == "__main__" and not main:
         rule = "must be defined in a module or a program, not in an interactive session"
-        raise ValueError(requirement("spawn(fn=...)", rule, fn))
+        raise value_error("spawn(fn=...)", rule, fn)
     rule, remedy = "must be a function that pickle can name", "Define it in a module."
     _pickled(fn, requirement("spawn(fn=...)", rule, fn, remedy))
     rule = "must be values that pickle can carry"

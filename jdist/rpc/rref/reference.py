@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from jdist._errors import requirement
+from jdist._errors import requirement, value_error
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcError
 from jdist.rpc.base.future import Future, error_of
@@ -246,9 +246,8 @@ class RRef(Generic[T]):
         own, rref, place, fork, *_ = self._handle
         if references is not own:
             rule = f"must belong to the worker that sends it, {references.agent.info}"
-            got = f"{self} of {own.agent.info}"
             remedy = "Make the call as its worker: `with rpc.use_worker(name):`."
-            raise ValueError(requirement("rpc(rref)", rule, got, remedy))
+            raise value_error("rpc(rref)", rule, f"{self} of {own.agent.info}", remedy)
         if place is not None:
             return references.give_owned(rref, place, message)
         assert fork is not None

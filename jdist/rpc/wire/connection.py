@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from jdist._compat import let_go
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
@@ -165,8 +165,7 @@ class Connection:
         ):
             if size > limit:
                 rule = f"must have {what} at most {limit}"
-                remedy = f"Send it in parts{other}."
-                raise ValueError(requirement("rpc(value)", rule, size, remedy))
+                raise value_error("rpc(value)", rule, size, f"Send it in parts{other}.")
 
     @staticmethod
     def _lend(pool: MemoryPool, leaves: list[memoryview]) -> list[int]:

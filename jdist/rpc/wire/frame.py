@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from jdist._compat import placed
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.errors import ProtocolError
@@ -243,7 +243,7 @@ def pack(frame: Frame, apart: int | None = None) -> Packed:
     if len(header) >= 1 << 32:
         rule = "must have fewer than 4 GiB outside its arrays"
         remedy = "Send large data as arrays, bytes or text."
-        raise ValueError(requirement("rpc(value)", rule, len(header), remedy))
+        raise value_error("rpc(value)", rule, len(header), remedy)
     body = [memoryview(b"".join(slab)), *large] if filled else large
     size = sum(map(len, body))
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)

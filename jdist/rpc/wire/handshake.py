@@ -27,7 +27,7 @@ import struct
 from enum import IntFlag
 from typing import NamedTuple
 
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._tree import type_name
 from jdist.rpc.base.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -120,10 +120,10 @@ def check_key(key: object, call: str = "SocketTransport(key=...)") -> bytes:
     """
     remedy = "rpc.new_cluster_key() makes one."
     if not isinstance(key, bytes | bytearray):
-        raise TypeError(requirement(call, "must be bytes", type_name(key), remedy))
+        raise type_error(call, "must be bytes", type_name(key), remedy)
     if len(key) < SHORTEST_KEY:
         rule = f"must have at least {SHORTEST_KEY} random bytes"
-        raise ValueError(requirement(call, rule, f"{len(key)} bytes", remedy))
+        raise value_error(call, rule, f"{len(key)} bytes", remedy)
     return bytes(key)
 
 

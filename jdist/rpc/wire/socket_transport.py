@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.base.errors import AuthenticationError, RpcError
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire import handshake, memory
@@ -130,7 +130,7 @@ class SocketTransport:
     ) -> None:
         if tls is not None and insecure:
             rule = "must not be True when certificates are given"
-            raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
+            raise value_error("SocketTransport(insecure=...)", rule, "both")
         self._me = Identity(name, handshake.check_key(key))
         self._terms = Terms(limits or Limits(), device)
         self._insecure = insecure

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.stream import leave_to_parent
 
@@ -67,7 +67,7 @@ def parse_address(address: Any) -> Address:
     kinds = tuple(type(field) for field in fields)
     if kinds not in ((str, int), (str, int, str, str)) or not 0 < fields[1] < 1 << 16:
         rule = "must be (host, port) or another transport's address"
-        raise ValueError(requirement("connect(address=...)", rule, address))
+        raise value_error("connect(address=...)", rule, address)
     return Address(*fields)
 
 
