@@ -69,12 +69,12 @@ USES = (
     Use(
         "accelerate",
         "accumulate(), mean losses",
-        "the gradient of one large batch: the mean over its tokens",
+        "the mean over a large batch's tokens",
         accumulated,
         "gradient",
-        "The guide says that samples of variable size need another loss: the sum over "
-        "the step's tokens, not the average of the batches' averages. It says that the "
-        "end of the data makes a step, not that its loss is divided as in a full one.",
+        "Samples of variable size need a sum over the step's tokens, not the average "
+        "of averages. The end of the data makes a step; not that its loss is divided "
+        "as in a full one.",
         GUIDE,
         names=torch_model.NAMES,
     ),
@@ -84,8 +84,8 @@ USES = (
         "the mean over all tokens of the step",
         by_tokens,
         "gradient",
-        "The guide's own recipe: sum, times the number of steps, over the count of "
-        "tokens.",
+        "The guide's own recipe: the sum, times the number of micro-batches, divided "
+        "by the number of tokens.",
         GUIDE,
         names=torch_model.NAMES,
         remedy=True,

@@ -128,7 +128,7 @@ def shown(model: NextToken) -> Any:
 
 # --- what is on trial ---
 
-CLAIM = "the gradient of one large batch: the mean over its tokens"
+CLAIM = "the mean over a large batch's tokens"
 
 USES = (
     Use(
@@ -137,8 +137,8 @@ USES = (
         CLAIM,
         nnx_optimizer,
         "parameters",
-        "Flax has no guide to accumulation; its optimizer takes any optax "
-        "transformation, and says nothing of parts of different size.",
+        "No guide to accumulation: the optimizer takes any optax transformation. "
+        "Nothing on unequal parts.",
         "https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/"
         "optimizer.html",
         names=NAMES,
@@ -149,7 +149,7 @@ USES = (
         CLAIM,
         train_state,
         "parameters",
-        "As `nnx.Optimizer`: any optax transformation, nothing on unequal parts.",
+        "As `nnx.Optimizer`.",
         "https://flax.readthedocs.io/en/latest/api_reference/flax.training.html",
         names=NAMES,
     ),

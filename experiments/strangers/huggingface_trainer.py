@@ -109,7 +109,7 @@ DEFAULT = Use(
     "the mean over all tokens of the step",
     trained,
     "gradient",
-    "The guide says that the loss is divided by the targets of all micro-batches.",
+    "The loss is divided by the targets of all micro-batches.",
     GUIDE,
     names=torch_model.NAMES,
     lacks={"weighted": "labels have no weights"},
@@ -121,8 +121,7 @@ USES = (
         DEFAULT,
         way="model with accepts_loss_kwargs=False",
         show=lambda step: trained(step, OlderModel),
-        documented="The reference warns of a loss that is slightly inaccurate if the "
-        "count is not used.",
+        documented="A loss that ignores the count is slightly inaccurate.",
         link="https://huggingface.co/docs/transformers/main_classes/trainer"
         "#transformers.Trainer.compute_loss",
     ),
@@ -130,8 +129,8 @@ USES = (
         DEFAULT,
         way=f"label_smoothing_factor={SMOOTHING}",
         show=lambda step: trained(step, smoothing=SMOOTHING),
-        documented="Not in the guide; reported as issue 46731 and mended by pull "
-        "request 47261, after version 5.12.1.",
+        documented="Nothing; issue 46731, fixed by pull request 47261 after version "
+        "5.12.1.",
         link="https://github.com/huggingface/transformers/issues/46731",
         smoothing=SMOOTHING,
     ),

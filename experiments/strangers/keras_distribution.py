@@ -50,8 +50,8 @@ TOKENS = Use(
     "the mean over the counted tokens of the whole batch",
     lambda step: fitted(step, "mean_with_sample_weight"),
     "parameters",
-    "The guide says that the batch is split over the devices and gradients are "
-    "aggregated; a batch that the devices do not divide is not spoken of.",
+    "The batch is split over the devices and gradients are aggregated; nothing on a "
+    "batch that the devices do not divide.",
     GUIDE,
     names=NAMES,
     parts=shards,
@@ -62,7 +62,7 @@ USES = (
     replace(
         TOKENS,
         way=f"DataParallel on {REPLICAS} devices, weights as sample_weight",
-        claim="the mean over all positions of the whole batch, padding among them",
+        claim="the mean over all positions of the whole batch, padding included",
         show=lambda step: fitted(step, "sum_over_batch_size"),
         divisor="positions",
     ),

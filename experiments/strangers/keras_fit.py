@@ -139,11 +139,11 @@ LOSSES = "https://keras.io/api/losses/"
 POSITIONS = Use(
     "keras Model.fit",
     "accumulating, weights as sample_weight",
-    "the mean over all positions of the step, padding among them",
+    "the mean over all positions of the step, padding included",
     lambda step: weighted(step, "sum_over_batch_size"),
     "parameters",
-    "The loss is said to be divided by the sample size, and the optimizer to use the "
-    "average of the gradients; what becomes of a smaller batch is not said.",
+    "The loss is divided by the sample size, and gradients are averaged; nothing on a "
+    "smaller batch.",
     OPTIMIZERS,
     names=NAMES,
     divisor="positions",
@@ -154,8 +154,8 @@ MASKED = replace(
     way="accumulating, padding as Keras's mask",
     claim="the mean over the counted tokens of the step",
     show=lambda step: masked(step, Readout()),
-    documented="Masked positions are said to be left out of the loss; that each "
-    "micro-batch is divided by its own count is not said.",
+    documented="Masked positions are left out of the loss; not that each micro-batch "
+    "is divided by its own count.",
     link="https://keras.io/guides/understanding_masking_and_padding/",
     divisor="tokens",
     lacks={"weighted": "a mask has no weights"},
@@ -168,8 +168,8 @@ USES = (
         way="accumulating, mean_with_sample_weight",
         claim="the mean over the counted tokens of the step",
         show=lambda step: weighted(step, "mean_with_sample_weight"),
-        documented="The reduction divides by the sum of the weights; that it does so "
-        "within each micro-batch, and the average is taken after, is not said.",
+        documented="The reduction divides by the sum of the weights; not that it does "
+        "so within each micro-batch, before the average.",
         link=LOSSES,
         divisor="tokens",
     ),
@@ -178,9 +178,9 @@ USES = (
         MASKED,
         way="accumulating, mask through ReversibleEmbedding",
         show=lambda step: masked(step, None),
-        documented="Layers after one with `mask_zero` are said to support masking, or "
-        "to raise. The reverse direction drops the mask (pull request 21961 of "
-        "keras-team/keras, against an error), and nothing is raised.",
+        documented="Layers after one with `mask_zero` support masking, or raise. The "
+        "reverse direction drops the mask (pull request 21961 of "
+        "keras-team/keras, against an error) and raises nothing.",
         link="https://keras.io/api/layers/core_layers/reversible_embedding/",
     ),
 )

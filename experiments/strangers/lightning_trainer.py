@@ -83,12 +83,11 @@ USES = (
     Use(
         "Lightning Trainer",
         "accumulate_grad_batches, mean losses",
-        "the gradient of one batch K times as large: the mean over its tokens",
+        "the mean over the tokens of a batch K times as large",
         lambda step: fitted(step, by_tokens=False),
         "gradient",
-        "The guide calls the effect a batch of K times the size, without a word on "
-        "parts of different size or on an epoch's end, which is issue 19987 of "
-        "Lightning-AI/pytorch-lightning.",
+        "The effect is that of a batch K times as large; nothing on unequal parts or "
+        "an epoch's end (issue 19987 of Lightning-AI/pytorch-lightning).",
         GUIDE,
         names=torch_model.NAMES,
     ),
@@ -98,7 +97,7 @@ USES = (
         "the mean over all tokens of the step",
         lambda step: fitted(step, by_tokens=True),
         "gradient",
-        "The division by K is not in the guide; the loss has to undo it.",
+        "The guide does not mention the division by K, which the loss has to undo.",
         GUIDE,
         names=torch_model.NAMES,
         remedy=True,

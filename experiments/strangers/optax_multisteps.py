@@ -70,20 +70,20 @@ USES = (
     Use(
         "optax.MultiSteps",
         "mean losses, gradients averaged",
-        "the gradient of one large batch: the mean over its tokens",
+        "the mean over a large batch's tokens",
         averaged,
         SHOWS,
-        "The guide presents it as a simulation of a large batch; its example has "
-        "batches of one size, and it does not speak of unequal ones.",
+        "A simulation of a large batch, by an example with equal batches; nothing on "
+        "unequal ones.",
         GUIDE,
     ),
     Use(
         "optax.MultiSteps",
         "losses over the step's tokens, gradients summed",
-        "the gradient of one large batch: the mean over its tokens",
+        "the mean over a large batch's tokens",
         summed,
         SHOWS,
-        "The reference has `use_grad_mean=False` for sums; it does not say when.",
+        "`use_grad_mean=False` for sums; not when to use it.",
         "https://optax.readthedocs.io/en/latest/api/transformations.html"
         "#optax.MultiSteps",
         remedy=True,

@@ -52,15 +52,18 @@ def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
 
 
 def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """A table of what each use gives in place of the claimed gradient, and where."""
-    header = ["stranger", "used with", "what it gives", "settings"]
-    found: dict[tuple[str, str, str], list[str]] = {}
+    """A table of what is given in place of the claimed gradient, where, and by whom."""
+    found: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
+        settings: dict[str, list[str]] = {}
         for f in verdict.findings:
             if f.verdict in ("wrong", "no step", "refused"):
-                key = (verdict.use.stranger, verdict.use.way, f.rule or f.why)
-                found.setdefault(key, []).append(f"{f.setting} ({f})")
-    return [header, *([*key, ", ".join(where)] for key, where in found.items())]
+                settings.setdefault(f.rule or f.why, []).append(f.setting)
+        for rule, where in settings.items():
+            uses = found.setdefault((rule, ", ".join(where)), [])
+            uses.append(f"{verdict.use.stranger}: {verdict.use.way}")
+    header = ["what it gives", "settings", "stranger and use"]
+    return [header, *([*key, "; ".join(uses)] for key, uses in found.items())]
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
@@ -119,7 +122,8 @@ def page(
     header = ["stranger", "used with", "claims to give", "what its documentation says"]
     parts = [
         f"`{command}`, with {named}.",
-        _markdown(rows(verdicts)),
+        # The verdict's word follows from the cells before it.
+        _markdown([[*row[:-2], row[-1]] for row in rows(verdicts)]),
         _markdown([header, *described]),
         _markdown(wrong(verdicts)),
     ]

@@ -119,24 +119,19 @@ def _use(way: str, told: str, claim: str, documented: str, **options: Any) -> Us
     )  # fmt: skip
 
 
-CLAIM = "the gradient of one process over all shards: the mean over their tokens"
+CLAIM = "the mean over all shards' tokens"
 INITIAL = (
-    "The reference says that this gives each sample the same weight over all steps; "
-    "the step of those that are left is then smaller on purpose."
+    "Each sample has the same weight over all steps: the remaining processes take "
+    "smaller steps on purpose."
 )
-ACTIVE = (
-    "The reference says that this divides by the processes that are left, and that "
-    "their samples then weigh more."
-)
+ACTIVE = "Divides by the remaining processes, whose samples then weigh more."
 
 USES: Sequence[Use] = (
     _use(
         "mean",
         "mean losses on each process",
         CLAIM,
-        "The reference says that gradients are averaged over the processes, and that "
-        "one may mostly take the model for one on a single device; shards of different "
-        "size are not spoken of.",
+        "Gradients are averaged over the processes; nothing on unequal shards.",
         lacks={"short end": ENDS},
     ),
     _use("join initial", "Join, divided by the initial number", CLAIM, INITIAL),
@@ -145,7 +140,7 @@ USES: Sequence[Use] = (
         "tokens",
         "losses over all processes' tokens, times the processes",
         CLAIM,
-        "The reference says that gradients are averaged; the loss has to undo it.",
+        "Gradients are averaged; the loss has to undo it.",
         lacks={"short end": ENDS},
         remedy=True,
     ),

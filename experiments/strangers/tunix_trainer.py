@@ -76,8 +76,8 @@ USES = (
         "the mean over the counted tokens of the step",
         trained,
         "parameters",
-        "The configuration has no word on parts with different counts; pull request "
-        "1744 of google/tunix, open in July 2026, describes what is found here.",
+        "Nothing on parts with different counts. Pull request 1744 of google/tunix, "
+        "open in July 2026, describes this finding.",
         "https://github.com/google/tunix/pull/1744",
         names=NAMES,
         lacks={"weighted": "a mask has no weights"},

@@ -314,7 +314,7 @@ def test_tables_have_a_row_for_each_use(steps, tmp_path):
     assert header == ["stranger", "used with", *SETTINGS, "verdict", "lines"]
     assert [row[3].endswith("off") for row in body] == [True, False]
     (row,) = showing.wrong(both)[1:]
-    assert row[2:] == [MEAN_OF_MEANS, f"padded ({body[0][3]})"]
+    assert row == [MEAN_OF_MEANS, "padded", "planted: a use"]
     console = Console(file=StringIO(), width=80)
     console.print(showing.table(both))
     shown = console.file.getvalue().splitlines()
