@@ -282,7 +282,7 @@ def check_after(call: str, steps: Sequence[int], step: int) -> None:
     """
     if steps and step <= steps[-1]:
         rule = f"must come after the last step that was saved, {steps[-1]}"
-        remedy = "Go on from there, or use another folder."
+        remedy = "Continue from there, or use another folder."
         raise ValueError(requirement(call, rule, step, remedy))
 
 

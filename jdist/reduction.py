@@ -252,7 +252,7 @@ def without_excluded(batch: PyTree, weights: jax.Array) -> PyTree:
 
 
 def weight_array(argument: str, weights: Any) -> jax.Array | np.ndarray:
-    """Weights as an array; of float32 if they are a mask, or counts of tokens.
+    """Weights as an array, float32 if they are a mask or counts of tokens.
 
     Args:
       argument: Function and argument, for the error's text.

@@ -213,7 +213,7 @@ def check_scalar(
     """
     # `bool` is an int, and no number.
     if isinstance(value, bool) or not isinstance(value, NUMERIC):
-        of_text = "`float` makes a number of a text." if isinstance(value, str) else ""
+        of_text = "`float` converts it to a number." if isinstance(value, str) else ""
         raise TypeError(requirement(argument, kind, quoted(value), of_text))
     if np.shape(value) != ():
         got = f"an array of shape {np.shape(value)}"

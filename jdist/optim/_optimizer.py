@@ -262,7 +262,7 @@ def leafwise(
         shape and dtype, and the new state, like the old. `h.dtype` is the dtype in
         which the parameter is kept.
       elementwise: Whether each number of the results depends on the numbers at its
-        place alone. Say False of a rule with a norm, a mean or a product of matrices:
+        place alone. Pass False for a rule with a norm, a mean or a product of matrices:
         such a rule takes no complex parameters, is given whole arrays by `zero`, and
         refuses the shards of a `shard_map`.
       dimensions: The number of dimensions that a parameter must have, if only one will

@@ -4,7 +4,7 @@
     a  <- p                               at the first step
     a  <- decay * a + (1 - decay) * p     at every other
 
-It is evaluated in place of the parameters, which go on training. In the optimizer's
+It is evaluated in place of the parameters, which continue to train. In the optimizer's
 state it is sharded, saved and restored wherever that state is.
 """
 
@@ -62,9 +62,9 @@ class EMAState(NamedTuple):
 def with_ema(optimizer: Optimizer, decay: Number = 0.999) -> Optimizer:
     """An optimizer whose state holds an exponential moving average of the parameters.
 
-    The average is of the parameters after each step, of those too that had no gradient.
-    With mixed precision put `with_master_weights` around it: the average is then that
-    of the masters, and a step that is skipped leaves it as it was.
+    It averages the parameters after each step, including those without a gradient. With
+    mixed precision put `with_master_weights` around it: the average is then that of the
+    masters, and a step that is skipped leaves it as it was.
 
     Args:
       optimizer: Any optimizer of jdist without masters.

@@ -49,7 +49,7 @@ functional_optim_map: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
 
 
 class LeafRule(NamedTuple):
-    """What a constructor makes of its hyperparameters; see `leafwise`."""
+    """The rule that a constructor makes from its hyperparameters; see `leafwise`."""
 
     init_leaf: InitLeaf
 
@@ -175,7 +175,7 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
       `torch.distributed.optim.utils.register_functional_optim`.
     """
     call = "register_functional_optim"
-    check_type(f"{call}(name=...)", name, str, "must be a text")
+    check_type(f"{call}(name=...)", name, str, "must be a string")
     rule = "must be a function that returns an optimizer"
     check_function(f"{call}(constructor=...)", constructor, rule)
     # One atomic operation: if two threads register a name, one of them is refused.

@@ -28,8 +28,8 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
 
     Args:
       pipe: The pipeline.
-      step: Runs one step of it, `value_and_grad` or `train_step`; of several steps the
-        last one counts. The times include compilation within an action. Programs of
+      step: Runs one step of it, `value_and_grad` or `train_step`; the last one counts
+        if it runs several. The times include compilation within an action. Programs of
         workers in several processes are compiled before the first action instead.
 
     Returns:
@@ -58,7 +58,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     check_function("timed(step)", step, "must be a function without arguments")
     if not pipe.executor.runs_actions:
         rule = "must have workers or devices of their own, not a mesh"
-        remedy = "One program does all actions: look at it with jax.profiler."
+        remedy = "One program does all actions: profile it with jax.profiler."
         raise value_error("timed(pipe)", rule, "a mesh", remedy)
     pipe.action_timer = watch = ActionTimer()
     before = pipe.communicator.last

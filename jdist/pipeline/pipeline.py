@@ -183,7 +183,7 @@ class Pipeline:
     def _check_epochs(self, reduction: str, in_one: bool) -> None:
         """Refuse arguments that an asynchronous schedule does not support."""
         if in_one:
-            rule = "must be a list of places with a schedule that updates as it goes: "
+            rule = "must be a list of places with an asynchronous schedule: "
             rule += "one program updates all stages together"
             call, remedy = "Pipeline(places)", "Give list(mesh.devices)."
             raise type_error(call, rule, "OneProgram", remedy)
@@ -296,8 +296,8 @@ class Pipeline:
           params: One pytree per stage, each on its stage's device (`place`). Those of
             stages that run in other processes are ignored.
           batch: Named arrays, each `(examples, ...)`.
-          weights: `(examples,)`, non-negative; by default 1 each. In the place of an
-            example of weight 0 stands one that counts, in every entry.
+          weights: `(examples,)`, non-negative; by default 1 each. An example of weight
+            0 is replaced by one that counts, in every entry.
           states: One per stage, None where there is none, if a stage is stateful.
           key: A PRNG key, if a stage takes one: stage j and micro-batch i get
             `fold_in(fold_in(key, j), i)`.
@@ -595,7 +595,7 @@ class Pipeline:
         """
         executor = self.executor
         if not isinstance(executor, EpochExecutor):
-            rule = "must have a schedule that updates as it goes, such as `pipedream`"
+            rule = "must have an asynchronous schedule, such as `pipedream`"
             remedy = "`train_step` makes one update of a batch, `fit` one of each."
             raise value_error(CALL, rule, quoted(self.schedule), remedy)
         # In a list, from which it is popped for `train`: a reference in this frame
@@ -625,7 +625,7 @@ class Pipeline:
           params: One pytree per stage, or a training state.
           batch: As for `value_and_grad`; it may have fewer examples than there are
             micro-batches.
-          weights: As for `value_and_grad`; but every example stays in its place.
+          weights: As for `value_and_grad`, but no example is replaced.
           states: As for `value_and_grad`; a training state has its own.
           key: A PRNG key, if a stage takes one and has no function for evaluation.
           outputs: Whether to return the inputs of the loss, too.

@@ -295,7 +295,7 @@ def _over_processes(
 
     Raises:
       ValueError: A process has devices of two workers, or of none; a place is a single
-        device; a mesh has several processes and the schedule updates as it goes; the
+        device; a mesh has several processes and the schedule is asynchronous; the
         processes are no workers of rpc, by their own numbers.
     """
     here = jax.process_index()

@@ -162,7 +162,7 @@ class Limit(NamedTuple):
     """Likewise in the 2-norm of the leaf."""
 
     undecided: Undecided | None = None
-    """What other choices explain beyond the bound; None if there are none."""
+    """The error beyond the bound that other choices explain; None without any."""
 
     def widened(self) -> "Limit":
         """With the bound below which a leaf is in doubt, where that has an end."""

@@ -80,7 +80,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     pass of an example begins with w / sum w for a mean. How far a right answer may be
     from it is derived from the number of examples, and from the magnitudes and the
     rounding of each example's own gradient, which are measured here (see
-    `jdist.verify.bound`). The reference itself is held against a finite difference.
+    `jdist.verify.bound`). The reference itself is compared with a finite difference.
 
     In a run of several processes (`jax.distributed`) every process calls it with the
     same arguments, and all get the same report: each has the reference for itself, and
@@ -89,7 +89,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
 
     Random numbers must not depend on how the batch is split: see `verify.keyed`. A
     failing candidate is *not judged* where the loss draws otherwise, or where the
-    candidate's own answers change from call to call; for that it is called twice more.
+    candidate's own answers change from call to call, for which it is called twice more.
     Each call is given copies of the parameters and the batch, which may be donated or
     overwritten. Where these lie on a mesh with explicit axes, or under `jax.set_mesh`,
     the reference has a mesh of the same axes, each of one device.
@@ -105,7 +105,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
         example of weight 0 is excluded: where its loss or gradient is not finite it is
         left out of the reference, unless others depend on it.
       reduction: "mean", "sum", "max" or "min".
-      finite_differences: Whether the reference itself is held against finite
+      finite_differences: Whether the reference itself is compared with finite
         differences.
       accumulation: The dtype in which programs accumulate sums of 16-bit numbers. None
         for float32, as XLA's reductions and dot products do; the numbers' own dtype

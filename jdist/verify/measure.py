@@ -122,7 +122,7 @@ class Choices(NamedTuple):
       examples: The examples in which it does, and other choices there; a batch that is
         one term is one example.
       changes: By number: 0 is the loss, floating leaves follow.
-      factor: Of the changes: 2 for a batch that is one term.
+      factor: The factor of the changes: 2 for a batch that is one term.
       rows: The examples' numbers in the batch, if these are not all.
     """
 
@@ -340,7 +340,7 @@ class ReducedLoss:
           params: The parameters.
           counted: The batch.
           gradient: That of the whole batch, with which candidates are compared.
-          check: Whether the reference is held against finite differences.
+          check: Whether the reference is compared with finite differences.
           more: By how much the number of draws is multiplied.
         """
         batch, weights, rows = counted
@@ -405,7 +405,7 @@ class _ExampleSums(NamedTuple):
       leaves: The sums of the loss, and then of each floating leaf of the gradient.
       losses: The examples' own losses.
       scatter: How far rounding scatters the batch's loss, one deviation.
-      notes: Of what could not be measured, or was as the device rounds.
+      notes: On what could not be measured, or was measured as the device rounds.
     """
 
     leaves: Iterator[Sums]

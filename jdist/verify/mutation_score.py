@@ -145,7 +145,7 @@ def score(
 
     Returns:
       A `Score`. A defect that changes nothing on the test's data, such as ignored
-      weights where all are 1, is overlooked too: its outcome is "cannot show".
+      weights where all are 1, counts as missed: its outcome is "cannot show".
 
     Raises:
       ValueError: There is no defect to plant.

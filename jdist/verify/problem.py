@@ -31,7 +31,7 @@ class Problem:
       weights: `(examples,)` or None.
       reduction: "mean", "sum", "max" or "min".
       accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
-      finite_differences: Whether the reference itself is held against finite
+      finite_differences: Whether the reference itself is compared with finite
         differences.
     """
 

@@ -93,7 +93,7 @@ class LeafReport:
 
 @dataclass(frozen=True, slots=True)
 class OracleCheck:
-    """The reference itself, held against a finite difference in float64.
+    """The reference itself, compared with a finite difference in float64.
 
     Attributes:
       slope: The reference gradient along a random direction.
@@ -181,8 +181,8 @@ class Report:
     Attributes:
       leaves: One row per candidate and leaf.
       oracle: The check of the reference itself, where one was made: `slope`,
-        `difference` and `tolerance`, or `skipped` and `own_rules`, why it proves
-        nothing; true where the reference is the derivative.
+        `difference` and `tolerance`, or `skipped` and `own_rules`, which say why it
+        proves nothing; true where the reference is the derivative.
       notes: Assumptions and suspicions that a reader should know, in words.
       attributions: For whole steps, what was wrong first, each with its `candidate`,
         `step`, `part` and `why`.
@@ -253,7 +253,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """All of it as JSON, numbers in full precision; NaN and inf as strings."""
+        """The report as JSON, numbers in full precision; NaN and inf as strings."""
         record = {
             "ok": self.ok,
             "leaves": [
@@ -380,7 +380,7 @@ def _shortened(name: str, size: int) -> str:
 
 
 def worst_first(leaves: Iterable[LeafReport]) -> list[LeafReport]:
-    """What fails, then what is not judged, then the rest; each by error/bound."""
+    """Failures, then what is not judged, then the rest; each by error/bound."""
     falling = sorted(leaves, key=lambda leaf: nan_last(leaf.ratio), reverse=True)
     order = [*_STYLES, "equal", "bit-equal"]
     return sorted(falling, key=lambda leaf: order.index(leaf.verdict))

@@ -179,7 +179,7 @@ def test_the_wrong_kind_is_refused(algorithm, value):
 def test_a_text_is_shown_as_one():
     """`lr="0.1"` looks like a number without its quotes."""
     with pytest.raises(
-        TypeError, match=r"Got '0\.1'\. `float` makes a number of a text"
+        TypeError, match=r"Got '0\.1'\. `float` converts it to a number"
     ):
         optim.sgd(lr="0.1")
     with pytest.raises(TypeError, match=r"betas\[0\]=.*Got '0\.9'\. `float` makes"):

@@ -207,7 +207,7 @@ DEVIATIONS = {
     one_fewer: r"must be called by all workers alike\. Got .* with 8 examples",
     ragged: r"leaves all have the same first dimension",
     no_mapping: r"must be a dict|must have an example for each|must be called by all",
-    entries_missing: r"must put out '[xt]', or the batch have it|no leaves at all",
+    entries_missing: r"must output '[xt]', or the batch have it|no leaves at all",
     bad_rate: r"`sgd.step\(lr=...\)` must be at least 0",
     unknown_number: r"has no hyperparameter 'temperature'",
     another_rate: r"must be called by all workers alike\. Got .*lr=0\.02",

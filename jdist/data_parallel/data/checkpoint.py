@@ -77,7 +77,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
 
         Raises:
           ValueError: That step, or one after it, was saved before.
-          TypeError: It is no state, but the parameters, for example.
+          TypeError: It is no training state, but parameters, for example.
         """
         check_state("save(state)", state, TrainState, "step")
         self._folder.check_next("save(state)", int(state.step))
@@ -171,9 +171,9 @@ def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
         leaf = struct_of(text)
         rows = leaf.shape[0]
         if isinstance(place, NamedSharding) and rows != place.mesh.size:
-            rule = f"must be for {rows} replicas, as what a hook kept is of so many"
+            rule = f"must be for {rows} replicas, for which the hook's state was saved"
             remedy = (
-                "To leave that out, so that the hook begins anew: "
+                "To omit it, so that the hook starts again: "
                 "`restore(..., hook_state=False)`."
             )
             got = f"one for {place.mesh.size}"

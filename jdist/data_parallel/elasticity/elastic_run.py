@@ -92,8 +92,8 @@ class Elastic:
       (2, 2)
 
     References:
-      TorchElastic and torchft, which go on with the gradient of the examples that are
-      left.
+      TorchElastic and torchft, which continue with the gradient of the remaining
+      examples.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Elastic:
         Returns:
           The state after the last step, the same on every replica; and the loss of each
           step that this replica has applied. A newcomer lacks those before it came;
-          rank 0 has all, unless it was expelled or the run went on from a checkpoint.
+          rank 0 has all, unless it was expelled or the run continued from a checkpoint.
 
         Raises:
           TypeError: An argument is of another type.

@@ -302,7 +302,7 @@ class ElasticRuns:
         """Serves the state of a replica while its block runs."""
         with self._lock:
             if name in self._followers:
-                rule = "must be of no run that this worker is in"
+                rule = "must not be that of a run that this worker is in"
                 raise value_error("Elastic.run(name=...)", rule, name)
             self._followers[name] = follower
         try:

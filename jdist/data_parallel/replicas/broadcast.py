@@ -60,8 +60,8 @@ def replicate(
       name: What the tree is, for the error.
 
     Returns:
-      Tree of JAX arrays, replicated over the mesh or divided as they were; of shapes
-      those of such arrays.
+      Tree of JAX arrays, replicated over the mesh or divided as they were; shapes for
+      shapes.
 
     Raises:
       TypeError: A leaf is no array and no number; `mesh` is no mesh; or neither a mesh

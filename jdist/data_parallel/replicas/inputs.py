@@ -73,8 +73,8 @@ def check_alive(argument: str, tree: PyTree) -> None:
     path = next(k for k, leaf in named_leaves(tree).items() if _is_deleted(leaf))
     got = f"one at {path} whose buffer was donated or deleted"
     remedy = (
-        "A step takes over the buffers of the state it is given: go on with the state "
-        "that it returns, or give it a copy, `jax.tree.map(jnp.copy, state)`."
+        "A step takes over the buffers of the state it is given: continue with the "
+        "state that it returns, or give it a copy, `jax.tree.map(jnp.copy, state)`."
     )
     raise value_error(argument, "must hold arrays that are in use", got, remedy)
 

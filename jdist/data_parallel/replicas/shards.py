@@ -87,11 +87,11 @@ def shard_batch(
       data_axis: The mesh axis that counts replicas.
 
     Returns:
-      The batch and its weights, padded to `rows` for each replica and laid out over
-      the mesh, replica i's examples on the devices of row i. Padding repeats an example
+      The batch and its weights, padded to `rows` for each replica and laid out over the
+      mesh, replica i's examples on the devices of row i. Padding repeats an example
       with weight 0; integer and boolean weights become float32. Steps refuse these
-      arrays without their weights, if these are not all 1; copies of the arrays, and
-      all arrays within a caller's `jax.jit`, they cannot tell from others.
+      arrays without their weights, if these are not all 1; they cannot recognise copies
+      of the arrays, or arrays within a caller's `jax.jit`.
 
     Raises:
       ValueError: The sizes do not add up or there is not one per replica; a weight is

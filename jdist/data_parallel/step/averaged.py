@@ -28,7 +28,7 @@ def averaged(optimizer: Optimizer, axis_name: Hashable) -> Optimizer:
       counts; without it all count the same, as in Horovod.
 
     Raises:
-      TypeError: `optimizer` is none of jdist.optim.
+      TypeError: `optimizer` is not one of jdist.optim.
       ValueError: In `step`: what `weighted_mean` refuses, such as gradients that
         shard_map has summed already.
 

@@ -46,10 +46,10 @@ def fit(
       step: From `train_step`.
       state: From `TrainStep.init`, or restored; its arrays are donated.
       batches: Pairs of a batch and its weights, as from `Sampler.batches`, `Join` and
-        `shard_batch`; or batches that are no tuples, whose examples count 1 each. Of a
-        batch that is a tuple itself make the pair `(batch, None)`. NumPy
-        arrays are copied before the next batch is asked for. For a resumed run, the
-        batches after the first `state.step`.
+        `shard_batch`; or batches that are no tuples, whose examples count 1 each. Wrap
+        a batch that is itself a tuple in a pair: `(batch, None)`. NumPy arrays are
+        copied before the next batch is asked for. For a resumed run, the batches after
+        the first `state.step`.
       checkpoints: Where the state is saved: after each `save_every` steps of the whole
         run, and at the end.
       save_every: Steps between checkpoints.

@@ -51,7 +51,9 @@ class Join:
       mesh: The devices.
       replicas: In place of a mesh: a number of replicas that share one device.
       rows: Rows per replica: the largest batch there is.
-      divide_by: "weight", "active" or "initial"; see above.
+      divide_by: "weight": each example counts the same, as in the whole batch. "active"
+        and "initial": the mean of the replicas' gradients, over those that have data or
+        over all, as torch divides.
       weighted: Whether the streams hold pairs `(batch, weights)`.
       early_end: "wait" continues until all have ended; "error" raises as soon as some
         have ended and others have not.
@@ -64,7 +66,7 @@ class Join:
     Raises:
       ValueError: An option is unknown; there is not one stream per replica. While
         iterating: a batch has no examples or more than `rows`; a process has no batch
-        at all to repeat an example of.
+        at all.
       EarlyEnd: While iterating, with `early_end="error"`.
 
     Example:

@@ -74,7 +74,7 @@ class Synchronization(TypedDict, total=False):
     """How a step joins the results of replicas and micro-batches; all are optional."""
 
     reduction: str
-    """Of the losses: "mean", the default, "sum", "max" or "min"; see
+    """The reduction of the losses: "mean", the default, "sum", "max" or "min"; see
     `value_and_grad`."""
 
     accumulate: int
@@ -140,8 +140,8 @@ class TrainStep:
           params: The parameters, in full precision: with masters the state has their
             compute copies. Or their shapes, for the shapes of the state.
           states: Given to the loss function as `states=`, if not None.
-          key: A PRNG key, given to the loss function as third argument, folded as said
-            above, if not None.
+          key: A PRNG key, given to the loss function as third argument, folded with
+            step, replica and micro-batch, if not None.
           opt_state: None for `optimizer.init(params)`.
 
         Raises:
@@ -286,7 +286,7 @@ class TrainStep:
             return state
         if self.start is None:
             rule = "must have no hook_state, as this step has no hook that keeps one"
-            remedy = "To go on without it: `state._replace(hook_state=None)`."
+            remedy = "To continue without it: `state._replace(hook_state=None)`."
             got = f"{len(jax.tree.leaves(kept))} arrays"
             raise value_error(argument, rule, got, remedy)
         if isinstance(kept, dict):  # From a checkpoint: a hook's own is a tuple.
@@ -361,8 +361,8 @@ def train_step(
 
     Raises:
       ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
-      TypeError: An argument of an unknown name; `accumulate` is not an integer;
-        `optimizer` is none of jdist.optim; neither a mesh nor replicas are given.
+      TypeError: An unknown argument; `accumulate` is not an integer; `optimizer` is not
+        one of jdist.optim; neither a mesh nor replicas are given.
 
     Example:
       >>> import jax.numpy as jnp

@@ -129,7 +129,7 @@ def zero(
       ValueError: The mesh has no such axis, or further ones without `specs`. In `init`:
         the state has an array that is not like its parameter, and padding is needed;
         `specs` is no tree like the parameters.
-      TypeError: `mesh` is no mesh, or `optimizer` none of jdist.optim.
+      TypeError: `mesh` is no mesh, or `optimizer` not one of jdist.optim.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np

@@ -58,7 +58,7 @@ def asgd(
     weight_decay: NotNegative = 0.0,
     maximize: bool = False,
 ) -> LeafRule:
-    """Averaged SGD, as `torch.optim.ASGD`. (torch has no functional class of it.)
+    """Averaged SGD, as `torch.optim.ASGD`. (torch has no functional class for it.)
 
     Args:
       lr: Learning rate of the first step, at least 0. Each step sets the rate of the

@@ -63,13 +63,13 @@ def muon(
 ) -> LeafRule:
     """Muon, as `torch.optim.Muon`; for matrices only.
 
-    The other parameters, and by custom embeddings and the output layer, have another
+    Give other parameters, and usually embeddings and the output layer, another
     optimizer: see `by_label`. The update is that of the whole matrix, however the
     matrix is sharded.
 
     Args:
       lr: Learning rate, at least 0.
-      weight_decay: At least 0; decoupled, and by `lr` without adjustment.
+      weight_decay: At least 0; decoupled, and scaled by `lr` without adjustment.
       momentum: At least 0.
       nesterov: Look ahead by one momentum step.
       ns_coefficients: a, b and c of the iteration.
@@ -79,11 +79,11 @@ def muon(
         `jax.default_matmul_precision` applies.
       adjust_lr_fn: "original", the same as None, or "match_rms_adamw", with which the
         rate and decay of AdamW fit. torch keeps a layer's weight as (outputs, inputs);
-        "original" makes of its transpose, such as a kernel of Flax, another step.
+        "original" gives its transpose, such as a kernel of Flax, another step.
 
     Raises:
       ValueError: A hyperparameter is out of range. In `init` and `step`: a parameter
-        has not two dimensions or is complex; inside shard_map, it may be a shard.
+        does not have two dimensions or is complex; inside shard_map, it may be a shard.
       TypeError: A hyperparameter is not a number, `ns_coefficients` not three, or
         `nesterov` not a bool.
 

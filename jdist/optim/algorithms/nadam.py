@@ -68,7 +68,7 @@ def nadam(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
 ) -> LeafRule:
-    """NAdam, as `torch.optim.NAdam`. (torch has no functional class of it.)
+    """NAdam, as `torch.optim.NAdam`. (torch has no functional class for it.)
 
     Args:
       lr: Learning rate, at least 0.

@@ -65,7 +65,7 @@ def radam(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
 ) -> LeafRule:
-    """RAdam, as `torch.optim.RAdam`. (torch has no functional class of it.)
+    """RAdam, as `torch.optim.RAdam`. (torch has no functional class for it.)
 
     Args:
       lr: Learning rate, at least 0. The first steps, up to the fifth with the default

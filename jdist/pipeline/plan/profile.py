@@ -104,7 +104,7 @@ class Profile:
         rule = "must be a sequence of Layer"
         check_sequence("Profile(layers=...)", self.layers, Layer, rule)
         names = [layer.name for layer in self.layers]
-        rule = "must have texts as names"
+        rule = "must have strings as names"
         check_sequence("Profile(layers=...)", names, str, rule)
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:

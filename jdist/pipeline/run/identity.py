@@ -71,7 +71,7 @@ class CallIdentity(NamedTuple):
         if self[:5] != other[:5]:
             rule = "must be called by all workers alike"
             got = f"{self} on {name!r}, {other} on {name_of_other!r}"
-            remedy = "All workers have made this call in vain and are in step again: "
+            remedy = "The call failed on all workers, which are in step again: "
             remedy += "repeat the batch on all of them, or on none."
             raise value_error(self.kind, rule, got, remedy)
         # A process need not load entries that its stages do not take.

@@ -228,7 +228,7 @@ def _called(
         if not error.args or error.args[0] in given:
             raise
         named = f"outputs named {list(names)} and " if len(names) > 1 else ""
-        rule = f"must read what there is: {named}a batch of {sorted(batch)}"
+        rule = f"must read only what is there: {named}a batch of {sorted(batch)}"
         got = f"{error.args[0]!r}"
         raise value_error("loss_fn(outputs, batch)", rule, got) from error
     except Exception as error:

@@ -360,5 +360,5 @@ def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> PyTree:
     """
     if name in batch:
         return batch[name]
-    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
+    rule = f"must output {name!r}, or the batch have it, because {taker} takes it"
     raise value_error("Pipeline(stages)", rule, f"a batch of {sorted(batch)}")

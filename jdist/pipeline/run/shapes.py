@@ -148,7 +148,7 @@ def outputs_of(
 def _check_state(number: int, before: PyTree, after: PyTree) -> None:
     # The next micro-batch takes the new state, in the same compiled program.
     if describe(before) != describe(after):
-        rule = f"must leave a state like the one it was given, at stage {number} "
+        rule = f"must return a state like the one it was given, at stage {number} "
         raise value_error(
             "Stage(stateful=True)", rule + describe(before), describe(after)
         )

@@ -344,8 +344,8 @@ class Communicator(ABC):
         What is raised inside is raised on all workers, until they have agreed.
 
         Args:
-          kind: The public method. Its arguments are checked inside of the block, so
-            that a refusal is a failure of this call on all processes.
+          kind: The public method. Its arguments are checked inside the block, so that a
+            refusal is a failure of this call on all processes.
 
         Raises:
           ValueError: Before the first call: the pipelines are not alike.

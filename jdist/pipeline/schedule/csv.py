@@ -65,7 +65,7 @@ def read_csv(text: str) -> CsvTable:
     """The actions of a text written here or by torch.
 
     Raises:
-      ValueError: A cell is none of torch's, or a row is blank; names row and column.
+      ValueError: A cell is not one of torch's, or a row is blank; names row and column.
     """
     programs: list[list[Action]] = []
     halves: dict[tuple[int, int], bool] = {}

@@ -170,8 +170,8 @@ class Schedule:
         consecutive ones.
 
         Args:
-          source: A path; or the text itself, if it has a comma or a line break. Of
-            torch, what `_dump_csv` writes in either format.
+          source: A path; or the text itself, if it has a comma or a line break. From
+            torch, either format of `_dump_csv`.
           name: Name for pictures and messages.
           placement: The workers of each stage, where a stage has several.
           update_policy: For an asynchronous schedule.
@@ -180,14 +180,14 @@ class Schedule:
           ScheduleError: It breaks a rule; or a backward pass is written as `I` without
             a `W`, or as `B` with one ("complete").
           TypeError: The source is neither a path nor a text.
-          ValueError: A cell is none of torch's; names its row and column.
+          ValueError: A cell is not one of torch's; names its row and column.
 
         Example:
           >>> print(Schedule.from_csv("0F0,0B0,0REDUCE_GRAD\\n1F0,1B0,1REDUCE_GRAD"))
           worker 0 | 0F0  .   .  0B0
           worker 1 |  .  1F0 1B0  .
         """
-        rule = "must be a path or a text"
+        rule = "must be a path or a string"
         check_type("Schedule.from_csv(source)", source, (str, os.PathLike), rule)
         # A text of several cells or rows has one of these, and is no path.
         text = os.fspath(source)

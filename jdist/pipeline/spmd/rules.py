@@ -82,7 +82,7 @@ def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:
             continue
         where = "the batch" if source == BATCH else f"stage {source}"
         got = f"{name!r} from {where} in stage {number}"
-        _refuse("take what the stage before puts out, the first from the batch", got)
+        _refuse("take what the stage before outputs, the first from the batch", got)
 
 
 def check_shares(schedule: Schedule) -> None:
@@ -143,7 +143,7 @@ def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> Non
     name = stage.inputs[0]
     found = outputs_of(number, stage, (params, None), {name: value})
     if specs_of(found) != specs_of(value):
-        rule = f"put out what they take, {name!r}: {describe(value)}"
+        rule = f"output what they take, {name!r}: {describe(value)}"
         _refuse(rule, f"{describe(found)} from stage {number}")
     # Messages go both ways, and a value that is not floating has no cotangent.
     fixed = [leaf.dtype for leaf in jax.tree.leaves(value) if not is_inexact(leaf)]

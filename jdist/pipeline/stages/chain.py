@@ -75,7 +75,7 @@ class Chain:
 def with_ends(
     stages: Sequence[Stage], *, first: Stage | None = None, last: Stage | None = None
 ) -> list[Stage]:
-    """Join what is before equal stages to the first one, and what is after to the last.
+    """Join layers before equal stages to the first one, and layers after to the last.
 
     One program (`OneProgram`) runs equal stages, and takes the ends apart again.
     Everywhere else a stage and its end are one stage.
@@ -124,7 +124,7 @@ def with_ends(
     if first is not None:
         _check_end("first", first)
         if len(first.outputs) != 1 or first.outputs != made[0].inputs:
-            rule = f"must put out what the first stage takes, {made[0].inputs}, as its "
+            rule = f"must output what the first stage takes, {made[0].inputs}, as its "
             rule += "only input"
             raise value_error("with_ends(first=...)", rule, first.outputs)
         made[0] = _chained((first, made[0]), 1)
@@ -132,7 +132,7 @@ def with_ends(
         _check_end("last", last)
         before = stages[-1].outputs
         if len(before) != 1 or last.inputs != before:
-            rule = f"must take what the last stage puts out, {before}, as its only "
+            rule = f"must take what the last stage outputs, {before}, as its only "
             rule += "input"
             raise value_error("with_ends(last=...)", rule, last.inputs)
         # With a single stage it may have become a chain above: it is then extended.

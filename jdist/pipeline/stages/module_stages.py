@@ -119,7 +119,7 @@ def stages_from_modules(
 
     Args:
       modules: In an order in which they can run, as for `profile`; `modules_from_nnx`
-        makes them of Flax modules.
+        makes them from Flax modules.
       module_to_stage_map: The stage of each module, such as [0, 1, 2, 3, 3]; or a plan
         for layers with the names of the modules.
       loss_inputs: Names of the loss's inputs, such as the last module's output and an

@@ -41,7 +41,7 @@ def modules_from_nnx(
     outputs: Names[str] = _NOTHING,
     tied: Mapping[str, Mapping[str, str]] = _NOTHING,
 ) -> list[Module]:
-    """Make modules of Flax NNX modules, for `profile` and `stages_from_modules`.
+    """Make modules from Flax NNX modules, for `profile` and `stages_from_modules`.
 
     A layer's `nnx.Param`s are its parameters. It takes a key if it has random streams
     that it may draw from: those of an `nnx.Dropout` of rate 0, or a deterministic one,
@@ -106,7 +106,7 @@ def stages_from_nnx(
     tied: Mapping[str, Mapping[int, str]] = _NOTHING,
     loss_inputs: Sequence[str] | None = None,
 ) -> FromModules:
-    """Make stages of Flax NNX modules, by default a chain.
+    """Make stages from Flax NNX modules, by default a chain.
 
     Parameters, keys, states and evaluation are those of `modules_from_nnx`. A stage of
     one module has the module's parameters (an `nnx.State`) and state; a stage of a list

@@ -370,7 +370,7 @@ def _put(leaf: Any, target: Sharding, joint: bool = False) -> Any:
     devices: set[Any] = target.device_set
     others = sorted({device.process_index for device in devices})
     got = f"devices of the processes {others} in process {jax.process_index()}"
-    remedy = "A pipeline for hardware that is not here has `lower` alone."
+    remedy = "A pipeline for absent hardware has `lower` alone."
     raise value_error(_PLACES, rule, got, remedy)
 
 

@@ -24,7 +24,7 @@ class Stage:
     outputs.
 
     Args:
-      fn: `fn(params, *inputs) -> output`, pure; of several outputs a tuple. With a
+      fn: `fn(params, *inputs) -> output`, pure; a tuple for several outputs. With a
         state it is `fn(params, state, *inputs) -> (output, state)`; with a key, the key
         is its last argument.
       inputs: Names of its inputs, in the order of its arguments.

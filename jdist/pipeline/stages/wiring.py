@@ -97,7 +97,7 @@ def _producers(stages: Sequence[Stage]) -> dict[str, int]:
     for number, stage in enumerate(stages):
         for name in stage.outputs:
             if name in producer:
-                rule = f"must put out each value once, {name!r} comes from stage "
+                rule = f"must output each value once, {name!r} comes from stage "
                 got = f"stage {number} too"
                 raise value_error("Pipeline(stages)", rule + str(producer[name]), got)
             producer[name] = number
@@ -112,7 +112,7 @@ def _source(producer: dict[str, int], name: str, number: int, stages: int) -> in
     if source < number:
         return source
     taker = "the loss" if number == stages else f"stage {number}"
-    rule = f"must put out a value before it is taken: {taker} takes {name!r}"
+    rule = f"must output a value before it is taken: {taker} takes {name!r}"
     remedy = "Order the stages, or rename an entry of the batch of that name."
     raise value_error("Pipeline(stages)", rule, f"{name!r} from stage {source}", remedy)
 
@@ -137,11 +137,11 @@ def _check_consumed(
                 taker = (
                     "the loss" if taken[close] == stages else f"stage {taken[close]}"
                 )
-                rule = f"must put out what {taker} takes, {close!r}, or not put out "
+                rule = f"must output what {taker} takes, {close!r}, or not output "
                 rule += f"{name!r}, which nothing takes"
                 got = f"{name!r} from stage {number} and {close!r} for {taker}"
                 raise value_error(call, rule, got, "Write both names alike.")
-            rule = "must take every value that is put out"
+            rule = "must take every output"
             got = f"{name!r} of stage {number}, which neither a later stage takes nor "
             got += "the loss"
             # The other common cause is a name that `loss_inputs` lacks.

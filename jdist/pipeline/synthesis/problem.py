@@ -24,12 +24,12 @@ class SchedulingProblem:
     Attributes:
       workers: The worker of each stage.
       forward: Seconds of F, `(stages, micro_batches)`; all costs have this shape.
-      whole: Of a B without a W.
-      inputs: Of a B with a W.
-      params: Of a W.
+      whole: Those of a B without a W.
+      inputs: Those of a B with a W.
+      params: Those of a W.
       sending: For which a message occupies its link, `(stages - 1, micro_batches)`; 0
         between stages of one worker.
-      latency: Of a message besides.
+      latency: Latency of a message.
       activation: Bytes from F to B.
       pending: Bytes from B to W.
       limit: Bytes of these that each worker may hold, `(workers,)`; None: any number.

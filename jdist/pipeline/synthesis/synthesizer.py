@@ -74,12 +74,12 @@ def synthesize(
     memory: float | Sequence[float] | None = None,
     seconds: float = 60.0,
 ) -> Found:
-    """The shortest schedule for given costs within a limit of memory, as far as found.
+    """The shortest schedule found for given costs within a limit of memory.
 
     A solver begins with the best family of this placement that fits, and improves it
     until it has proved that nothing is better, or its time is over. It decides for each
-    backward pass whether it is split. Where the best family is proved best without it,
-    it does not run. More than 2000 actions of equal micro-batches repeat a pattern: the
+    backward pass whether it is split. It does not run where the best family is known to
+    be optimal. More than 2000 actions of equal micro-batches repeat a pattern: the
     solver looks for one with a short period (modulo scheduling), and the bound is that
     of the first three below.
 

@@ -336,7 +336,7 @@ def check_epochs(
     """
     # For max and min the weight of a gradient is known only after all micro-batches.
     if reduction not in ("mean", "sum"):
-        rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
+        rule = "must be 'mean' or 'sum' with an asynchronous schedule"
         raise ValueError(requirement("Pipeline(reduction=...)", rule, reduction))
     if optimizers is not None:
         static_loss_scale_of(optimizers)  # Called for its check.
@@ -348,7 +348,7 @@ def check_epochs(
         first = f"stage {tied[0]} with {dict(stages[tied[0]].tied)}"
         asked.append(("Pipeline(stages)", "not be tied", first))
     for call, without, got in asked:
-        rule = f"must {without} with a schedule that updates as it goes: an update "
+        rule = f"must {without} with an asynchronous schedule: an update "
         rule += "would wait for the gradients of all stages"
         remedy = "Use a synchronous schedule, such as `one_f_one_b`."
         raise ValueError(requirement(call, rule, got, remedy))

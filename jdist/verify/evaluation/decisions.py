@@ -1,4 +1,4 @@
-"""What else right programs may compute: near decisions, made otherwise.
+"""Other results of right programs, whose near decisions fall otherwise.
 
 A decision near a tie (a route, an order, an argmax) is rounding's, and two right
 programs may make it differently. How much that changes the result is measured without

@@ -21,8 +21,8 @@ there. What stands under `stop_gradient` can be held at its values there, too. A
 run may also be *free*: it decides by its own values, rounded, as another program would.
 
 Taps of the program stand alone, so that equal pieces between them are shared, and pass
-their values to an observer without a program of their own; those in loops do it from
-inside of a piece.
+their values to an observer without a program of their own; those in loops do so from
+inside a piece.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class CompiledPiece(NamedTuple):
     Attributes:
       run: `run(noise, arrays, before)`; the noise is the amplitude, the seed, the pool
         and the beginning of positions.
-      kinds: Of its outputs, and None for a value without sides; known once it ran.
+      kinds: Those of its outputs, None for a value without sides; known once it ran.
       missed: Primitives whose rounding could not be measured.
     """
 
@@ -318,7 +318,7 @@ class Pieces:
     def _source(
         self, form: Form, amplitude: float, seed: int, number: int
     ) -> tuple[Any, ...]:
-        """What a piece's perturbation has in this run: see `_compiled`."""
+        """The arguments of a piece's perturbation in this run: see `_compiled`."""
         here: tuple[np.int32, ...] = ()
         if self._observer is not None:
             here = np.int32(seed), np.int32(number)

@@ -35,7 +35,7 @@ def covering_array(
       valid: `valid(layout) -> bool`: which layouts are allowed; None for all.
         Combinations that occur in no allowed layout are left out.
       strength: The number of axes whose values are combined: 2 for pairs.
-      seed: Of the choice where there are many layouts; the same seed gives the same
+      seed: Seed of the choice among equally good layouts; the same seed gives the same
         list.
 
     Returns:
@@ -77,7 +77,7 @@ def covering_rows(
     Args:
       rows: The allowed layouts, `(layouts, axes)`, as positions of values.
       strength: The number of axes whose values are combined.
-      seed: Of the choice where there are many rows.
+      seed: Seed of the choice among equally good rows.
 
     Returns:
       Places in `rows`, in the order of their choice.

@@ -38,7 +38,7 @@ class LayoutJudge:
       claim: `claim(layout) -> loss_fn`, or with an update and its first state.
       trainer: `trainer(layout) -> candidate`.
       model: The axes that the problem and the claim depend on.
-      reduction: Of the examples' losses, as in `verify.gradients`.
+      reduction: The reduction of the examples' losses, as in `verify.gradients`.
       finite_differences: Whether a loss is compared with its differences, likewise.
     """
 
@@ -108,7 +108,7 @@ class LayoutJudge:
             raise FaultyProblem(words) from error
 
     def _terms(self, own: Layout) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
-        """What is claimed, and of which parameters, batch and weights."""
+        """The claim, with its parameters, batch and weights."""
         given, claimed = self._problem(own), self._claim(own)
         if not isinstance(given, tuple) or len(given) not in (2, 3):
             rule = "must return (params, batch) or (params, batch, weights)"

@@ -73,11 +73,11 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
       axes: The values of each axis, by its name; the simplest value first.
       model: The axes that the problem and the claim depend on.
       valid: `valid(layout) -> bool`: which layouts there are; None for all.
-      reduction: Of the examples' losses, as in `verify.gradients`.
+      reduction: The reduction of the examples' losses, as in `verify.gradients`.
       finite_differences: Whether each loss is compared with its finite differences, as
-        in `verify.gradients`. One with a derivative rule of its own is not judged then.
+        in `verify.gradients`. A loss with a custom derivative rule is then not judged.
       strength: The number of axes whose values are all combined: 2 for pairs.
-      seed: Of all choices. The same seed gives the same layouts.
+      seed: Seed of all choices; the same seed gives the same layouts.
       seconds: How long random layouts are judged after the covering array, counted
         from the start. None for no random layouts.
       deadline: Seconds in which a layout has to be judged, the compilation and the
@@ -95,8 +95,8 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
         combinations; `valid` allows none; an unknown reduction; a function that another
         process cannot import; a problem or a claim that cannot be judged.
       TypeError: An argument is of another type, or an axis's value cannot be hashed.
-      KeyboardInterrupt: It was interrupted. What is known by then is printed on
-        standard error.
+      KeyboardInterrupt: It was interrupted. The findings so far are printed on standard
+        error.
 
     Example:
       >>> import jax, jax.numpy as jnp

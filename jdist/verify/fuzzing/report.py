@@ -30,10 +30,9 @@ class WrongLayout:
       verdict: The verdict on it, with its layout.
       axes: The axes that are not at their first values, with their values: the
         interaction that fails.
-      kept: Those of them of which it is not known that they are needed: with the axis
-        at its first value the layout is not allowed, refused, not judged, or fails for
-        another reason.
-      first: The layout in which the failure was met.
+      kept: Those of them that may not be needed: with the axis at its first value the
+        layout is not allowed, refused, not judged, or fails for another reason.
+      first: The layout in which the failure was first seen.
       judged: Number of layouts that were judged to shrink it.
       trace: The first wrong value, if the loss has taps; None if there is none.
       untraced: Why there is no trace, in words.
@@ -66,7 +65,7 @@ class FuzzReport:
 
     Attributes:
       axes: The values of each axis.
-      verdicts: The layouts that were judged, in order; those of shrinking are not here.
+      verdicts: The verdicts on the layouts, in order, without those of shrinking.
       findings: The smallest layout of each failure, with `axes`, `verdict` and `trace`.
       uncovered: The combinations of values that are in no layout that was judged: the
         trainer refuses them, or the search was cut short.

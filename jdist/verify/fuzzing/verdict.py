@@ -61,7 +61,7 @@ def _same_part(one: str | None, two: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found of one layout.
+    """The finding on one layout.
 
     Attributes:
       layout: The value of each axis.

@@ -2,7 +2,7 @@
 
 An array over several devices is judged where it lies: each shard beside the same slice
 of the reference, so that no host ever holds what it does not hold already. Shards of
-one index are replicas; they are held against each other by a digest of their bits,
+one index are replicas; they are compared with each other by a digest of their bits,
 since a difference within the bound today is a different model after some more steps.
 """
 

@@ -52,15 +52,15 @@ def drift(
     """Judges what rounding does to an optimizer over many steps.
 
     The update itself, in its own precision, and the candidates are compared, after
-    every step, with the update in float64. It should be long enough for the slowest
-    average, such as 2000 steps for a decay of 0.999; and gradients of a real run, or
-    random ones that become smaller, tell most.
+    every step, with the update in float64. Take enough steps for the slowest average,
+    such as 2000 for a decay of 0.999. Gradients of a real run, or random ones that
+    become smaller, reveal most.
 
     Args:
       update: `update(params, gradient, opt_state) -> (params, opt_state)`, with the
-        dtypes that are claimed: of an optimizer that is said to keep its moments in
-        float32, one that does. It must be pure.
-      state: Where it starts: `(params, opt_state)`.
+        claimed dtypes: for an optimizer that is said to keep its moments in float32,
+        one that does. It must be pure.
+      state: The start: `(params, opt_state)`.
       gradients: A gradient for each step, all of the same shapes and dtypes.
       candidates: Name to `(update, state)`, each an update like `update` with a state
         of its own, of the same paths and shapes but any floating dtypes.

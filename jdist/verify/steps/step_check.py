@@ -88,8 +88,8 @@ def step(  # noqa: PLR0913 - options, by keyword
     `step(step_fn, reference_step, state, batches)` judges a step that is one function
     of a state by another, such as the same trainer on one device: both are
     `fn(state, batch) -> state`, or `-> (state, anything)`, of any pytree; the reference
-    is traced. A part of its state that `step_fn` keeps to itself, not of `params`, is
-    None. Several are given as a mapping of names.
+    is traced. A part of the state that `step_fn` does not show, other than `params`, is
+    None. Pass several steps as a mapping of names.
 
     Args:
       loss_fn: As in `verify.gradients`; of a model with a state
@@ -105,10 +105,10 @@ def step(  # noqa: PLR0913 - options, by keyword
       candidates: Name to `fn(params, opt_state, batch) -> (params, opt_state)`, or with
         a model's state `fn(params, opt_state, states, batch)` and three results. Each
         is called for each batch in turn, with what it returned before, until a step is
-        wrong. None in place of a state: it is not judged, and the candidate
-        gets None back. A `Trained` may show the gradient too. What a candidate is given
-        are copies, which it may donate. One that is wrong is called twice more, to see
-        whether it draws random numbers of its own.
+        wrong. None in place of a state: it is not judged, and the candidate gets None
+        back. A `Trained` may show the gradient too. Candidates receive copies, which
+        they may donate. One that is wrong is called twice more, to see whether it draws
+        random numbers of its own.
       weights: One array `(examples,)` for each batch; None for 1 each.
       reduction: As in `verify.gradients`.
       accumulation: As in `verify.gradients`.
@@ -116,18 +116,18 @@ def step(  # noqa: PLR0913 - options, by keyword
 
     Returns:
       A `Report` with a row for each leaf of what a candidate shows, after the first
-      wrong step or else the last. A failing row tells what became of the leaf's *step*,
-      the new value minus the old. A leaf is "not judged" where no step at all would
-      pass as well. `attributions` say which part of the first wrong step was wrong:
-      "gradient", "optimizer update" or "model state"; or "gradient or optimizer update"
-      where what the candidate shows cannot tell; or the name of the value, tapped in
-      `update`, that is wrong first. In the second form they name the part of the state,
-      and say "optimizer update" where the optimizer's state, which is made of the
-      gradient, is right.
+      wrong step or else the last. A failing row describes the leaf's *step*, the new
+      value minus the old. A leaf is "not judged" where no step at all would pass as
+      well. `attributions` say which part of the first wrong step was wrong: "gradient",
+      "optimizer update" or "model state"; or "gradient or optimizer update" where what
+      the candidate shows cannot tell; or the name of the value, tapped in `update`,
+      that is wrong first. In the second form they name the part of the state, and say
+      "optimizer update" where the optimizer's state, which is made of the gradient, is
+      right.
 
     Raises:
-      ValueError: No batches or candidates; a state of another length; as many weights
-        as batches are needed; and as `verify.gradients`. The reference step's new state
+      ValueError: No batches or candidates; a state of another length; not as many
+        weights as batches; and as `verify.gradients`. The reference step's new state
         does not depend on the batch; weights or a reduction without a loss.
       TypeError: A candidate returned something other than is said above; the loss
         function wants a key; the reference step returns another kind of state.

@@ -195,7 +195,7 @@ class _Begin(NamedTuple):
     """Where one of the reference's steps begins.
 
     Attributes:
-      programs: Of gradient and update; what counts and measures a batch.
+      programs: Those of gradient and update; what counts and measures a batch.
       state: Parameters, optimizer state and model state.
       others: The leaves of the trainers that are followed.
       number: The number of steps before.

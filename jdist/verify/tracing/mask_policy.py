@@ -2,8 +2,8 @@
 
 A trainer over a mesh decides in its own way which devices draw the same dropout mask,
 so that no reference has its numbers. What can be judged is the policy. The trainer's
-program is run with a tap behind every draw inside of `shard_map`, which shows the bits
-and the device's coordinates.
+program is run with a tap behind every draw inside `shard_map`, which shows the bits and
+the device's coordinates.
 """
 
 import threading
@@ -45,8 +45,8 @@ def masks(
 ) -> Report:
     """Judges on which devices of a mesh the random draws of a trainer are the same.
 
-    Every draw inside of `shard_map`, as of a dropout mask, is compared by its bits. A
-    draw outside is one for the whole array, whatever its sharding: it needs no policy.
+    Every draw inside `shard_map`, such as a dropout mask, is compared by its bits. A
+    draw outside is one for the whole array, whatever its sharding, and needs no policy.
 
     Args:
       trainer: A function that JAX can trace.
@@ -64,9 +64,9 @@ def masks(
       that holds is called "equal".
 
     Raises:
-      ValueError: No axis; an axis in both; the trainer draws nothing inside of
-        `shard_map` over one of these axes, or nothing at such a place; or it draws
-        where the `shard_map` leaves an axis of its mesh to XLA.
+      ValueError: No axis; an axis in both; the trainer draws nothing inside `shard_map`
+        over one of these axes, or nothing at such a place; or it draws where the
+        `shard_map` leaves an axis of its mesh to XLA.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -110,7 +110,7 @@ class _Draws:
     """The draws of a program, and what each device draws.
 
     Attributes:
-      sites: The place, in words, and the equation of each draw inside of `shard_map`.
+      sites: The place, in words, and the equation of each draw inside `shard_map`.
       axes: The axes of their meshes.
     """
 
@@ -127,8 +127,8 @@ class _Draws:
         """Puts a tap behind each draw of a program.
 
         Args:
-          meshes: Those of the `shard_map`s that it is inside of.
-          around: The equations that it is inside of.
+          meshes: Those of the `shard_map`s around it.
+          around: The equations around it.
         """
 
         def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
@@ -152,7 +152,7 @@ class _Draws:
         manual = bits.aval.sharding.mesh.manual_axes
         if not set(axes) <= set(manual):
             # XLA knows no coordinates of a device where it divides arrays itself.
-            rule = "must draw inside of a `shard_map` over all axes of its mesh"
+            rule = "must draw inside a `shard_map` over all axes of its mesh"
             got = f"one over {', '.join(manual)} of {', '.join(axes)}"
             raise ValueError(requirement("masks(trainer=...)", rule, got))
         self.sites.append((place, equation))
@@ -205,7 +205,7 @@ def _place(trail: Sequence[JaxprEqn]) -> str:
 def _check_drawn(draws: _Draws, axes: Sequence[str], where: str) -> None:
     lost = [axis for axis in axes if axis not in draws.axes]
     if lost:
-        rule = f"must draw random numbers inside of shard_map over {lost[0]!r}"
+        rule = f"must draw random numbers inside shard_map over {lost[0]!r}"
         rule += f" at {where!r}" if where else ""
         got = f"draws over {sorted(draws.axes)}" if draws.axes else "none"
         remedy = "A draw outside is one for the whole array, and right as it is."

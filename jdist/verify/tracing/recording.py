@@ -50,7 +50,7 @@ class TapRecord(NamedTuple):
       value: The value.
       cotangent: The value's cotangent, of its shape, in the backward pass; None in the
         forward pass.
-      mesh: The axes of the mesh, inside of `shard_map`.
+      mesh: The axes of the mesh, inside `shard_map`.
       place: The coordinate of the device along each of them.
       number: The tap's place in the order in which programs were traced. XLA runs taps
         that do not depend on each other in any order; passages of one number, as in a
@@ -72,7 +72,7 @@ def in_program_order(records: Iterable[TapRecord]) -> list[TapRecord]:
 
 
 class TapRecording:
-    """Records all taps of this process while it is entered; a context manager.
+    """A context manager that records all taps of this process.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -18,11 +18,11 @@ Tree = TypeVar("Tree")
 def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
     """Marks a value for `verify.trace`; the identity, also to derivatives.
 
-    Inside of `shard_map` a device has a shard of the value. `tap(x, "k", cp=1, tp=2)`
-    says that dimension 1 is divided over the mesh axis "cp" and dimension 2 over "tp",
-    and `tap(x, "h", tp=None)` that all devices along "tp" have the same value. Each
-    shard is compared with the reference's part, and each copy with the whole. Where
-    these axes do not exist, as on one device, they are ignored.
+    Inside `shard_map` a device has a shard of the value. `tap(x, "k", cp=1, tp=2)` says
+    that dimension 1 is divided over the mesh axis "cp" and dimension 2 over "tp", and
+    `tap(x, "h", tp=None)` that all devices along "tp" have the same value. Each shard
+    is compared with the reference's part, and each copy with the whole. Where these
+    axes do not exist, as on one device, they are ignored.
 
     Args:
       x: Array or pytree of arrays, of any shapes. Its floating leaves are marked, and
@@ -31,8 +31,8 @@ def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
         loop, or where a layer is called twice. Leaves of a tree get their paths added.
       **axes: Mesh axes to the dimension that is divided over them, in equal blocks in
         the order of the devices; negative ones count from the last. None for copies.
-        Axes over which the examples are divided need no mention. Where nothing is
-        said, a division is found out from the shapes, if only one explains them.
+        Axes over which the examples are divided need no mention. Without a mention, a
+        division is inferred from the shapes, if only one explains them.
 
     Returns:
       `x`. Outside of a recording no equation is added to the program.

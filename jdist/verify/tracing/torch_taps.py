@@ -18,7 +18,7 @@ from jdist.verify.tracing.recording import TapRecord, replay, under_way
 def shown(
     module: Any, names: Mapping[str, Named] | None = None
 ) -> Iterator[Callable[[Any, str], Any]]:
-    """Taps what the modules of a torch model return; a context manager.
+    """A context manager that taps the results of a torch model's modules.
 
     In a `with` statement a forward pass shows each module's result, and a backward pass
     its cotangent, to `verify.trace` or to a `verify.TapRecording`. A candidate that
@@ -67,7 +67,7 @@ def shown(
 def _taps(
     modules: Mapping[str, Any], names: Mapping[str, Named] | None
 ) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """Of each tap the path of its module, and the order of its value's axes."""
+    """The path of each tap's module, and the order of its value's axes."""
     if names is None:
         return {path.replace(".", "/"): (path, None) for path in modules}
     call = "shown(names=...)"

@@ -125,7 +125,7 @@ def raising(error):
         (
             ("y",),
             lambda y, batch: y + batch["label"],
-            r"must read what there is: a batch of \['b', 'x'\]. Got 'label'",
+            r"must read only what is there: a batch of \['b', 'x'\]. Got 'label'",
         ),
         (
             ("h", "y"),

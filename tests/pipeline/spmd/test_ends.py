@@ -294,12 +294,12 @@ def made_of(**changes):
         (
             {"first": {"outputs": ("e",)}},
             ValueError,
-            r"must put out what the first stage takes, \('x',\).* Got \('e',\)",
+            r"must output what the first stage takes, \('x',\).* Got \('e',\)",
         ),
         (
             {"last": {"inputs": ("z",)}},
             ValueError,
-            r"must take what the last stage puts out, \('y',\).* Got \('z',\)",
+            r"must take what the last stage outputs, \('y',\).* Got \('z',\)",
         ),
         ({"last": {"stateful": True}}, ValueError, "must have no state: give it to"),
         (

@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs():
     missing = {name: x for name, x in params[1].items() if name != "unused"}
     with pytest.raises(ValueError, match="parameters like those of stage 0"):
         pipe.value_and_grad([params[0], missing], batch, weights)
-    with pytest.raises(ValueError, match="must put out 'x', or the batch have it"):
+    with pytest.raises(ValueError, match="must output 'x', or the batch have it"):
         pipe.value_and_grad(params, {"target": batch["target"]}, weights)
     short = {name: entry[:1] for name, entry in batch.items()}
     with pytest.raises(ValueError, match="an example for each of the 2 micro-batches"):
@@ -371,7 +371,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs():
     [
         (
             lambda p, h: h @ p["w"][:, :3],
-            r"put out what they take, 'x': float32\[2,5\]",
+            r"output what they take, 'x': float32\[2,5\]",
         ),
         (lambda p, h: (h @ p["w"]).astype(jnp.bfloat16), r"Got bfloat16\[2,5\] from"),
         (lambda p, h: h.astype(jnp.int32), "Got int32"),

@@ -149,7 +149,7 @@ def test_an_entry_that_the_loss_misses():
         (
             [Stage(first, ("x",), ("hidden",)), Stage(first, ("hiden",), ("y",))],
             {},
-            "what stage 1 takes, 'hiden', or not put out 'hidden', which nothing",
+            "what stage 1 takes, 'hiden', or not output 'hidden', which nothing",
         ),
         (
             [Stage(first, ("x",), ("hh",)), Stage(first, ("h",), ("y",))],
@@ -159,7 +159,7 @@ def test_an_entry_that_the_loss_misses():
         (
             [Stage(first, ("x",), ("h",)), Stage(first, ("h",), ("logits",))],
             {"loss_inputs": ("logit",)},
-            "what the loss takes, 'logit', or not put out 'logits'",
+            "what the loss takes, 'logit', or not output 'logits'",
         ),
         (
             [Stage(first, ("x",), ("skip",)), Stage(first, ("mask",), ("y",))],

@@ -47,15 +47,15 @@ def test_where_values_come_from_and_go():
         ([], "must not be empty"),
         (
             [S(double, ("x",), ("h",)), S(double, ("h",), ("h",))],
-            "must put out each value once, 'h' comes from stage 0. Got stage 1 too",
+            "must output each value once, 'h' comes from stage 0. Got stage 1 too",
         ),
         (
             [S(double, ("y",), ("h",)), S(double, ("h",), ("y",))],
-            "must put out a value before it is taken: stage 0 takes 'y'",
+            "must output a value before it is taken: stage 0 takes 'y'",
         ),
         (
             [S(double, ("x",), ("h", "lost")), S(double, ("h",), ("y",))],
-            "must take every value that is put out. Got 'lost' of stage 0",
+            "must take every output. Got 'lost' of stage 0",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def two(params, x):
     [
         (
             [S(double, ("x",), ("h",)), S(double, ("h", "z"), ("y",))],
-            r"must put out 'z', or the batch have it, because stage 1 takes it. "
+            r"must output 'z', or the batch have it, because stage 1 takes it. "
             r"Got a batch of \['target', 'x'\]",
         ),
         (
@@ -113,7 +113,7 @@ def two(params, x):
                 S(lambda w, s, x: (x, x), ("x",), ("h",), stateful=True),
                 S(double, ("h",), ("y",)),
             ],
-            r"must leave a state like the one it was given, at stage 0 None",
+            r"must return a state like the one it was given, at stage 0 None",
         ),
         (
             [
