@@ -227,7 +227,7 @@ def test_a_step_is_saved_once(tmp_path):
             saved.save(other)
         assert float(saved.restore(other).params) == 4.0
         saved.save(other._replace(step=jnp.int32(3)))
-        with pytest.raises(ValueError, match=r"that was saved, 3\. Got 2\. Go on"):
+        with pytest.raises(ValueError, match=r"that was saved, 3\. Got 2\. Continue"):
             saved.save(state._replace(step=jnp.int32(2)))
         assert saved.steps() == [0, 3]
 

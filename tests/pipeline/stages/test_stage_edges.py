@@ -130,7 +130,7 @@ def test_an_entry_that_the_loss_misses():
     """Of the batch, or of several outputs; an own KeyError stays what it is."""
     params, batch = problem()
     pipe = pipe_of(CHAIN, loss_fn=lambda y, b: ((y - b["label"]) ** 2).sum(-1))
-    message = r"loss_fn.* what there is: a batch of \['target', 'x'\]. Got 'label'"
+    message = r"loss_fn.* only what is there: a batch of \['target', 'x'\]. Got 'label'"
     with pytest.raises(ValueError, match=message):
         pipe.value_and_grad(params, batch)
     pipe = pipe_of(CHAIN, loss_fn=lambda v, b: v["yy"].sum(-1), loss_inputs=("y", "h"))
