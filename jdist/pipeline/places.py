@@ -320,8 +320,7 @@ def _over_processes(
         raise value_error(_PLACES, rule, got, remedy)
     joint = len(flat) > len(places)
     if joint and schedule.update_policy is not None:
-        rule = "must be meshes of one process each with a schedule that updates as it "
-        rule += "goes"
+        rule = "must be meshes of one process each with an asynchronous schedule"
         got = f"meshes of the processes {each}"
         raise value_error(_PLACES, rule, got, "`train_step` takes any.")
     try:

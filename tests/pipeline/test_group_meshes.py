@@ -166,7 +166,7 @@ def test_what_is_refused(three):
         assert "must have the devices of a process at one worker" in said["twice"]
         assert "processes [1] at several workers" in said["twice"]
         assert "must be meshes, where they are in several" in said["devices"]
-        assert "meshes of one process each with a schedule that" in said["updates"]
+        assert "meshes of one process each with an asynchronous" in said["updates"]
 
 
 @pytest.fixture

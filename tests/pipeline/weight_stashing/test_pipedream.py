@@ -536,8 +536,8 @@ def test_arguments_that_are_refused():
         pipeline.Stage(lambda w, x: x @ w, (x,), (y,), tied={"(root)": "w"})
         for x, y in (("x", "h"), ("h", "y"))
     ]
-    with pytest.raises(ValueError, match=r"must not be tied with a schedule.*one_f_on"):
+    with pytest.raises(ValueError, match=r"must not be tied with an async.*one_f_on"):
         pipeline.Pipeline(tied, losses, pipeline.pipedream(2, 2))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",))
-    with pytest.raises(TypeError, match=r"a list of places with a schedule .* Got On"):
+    with pytest.raises(TypeError, match=r"a list of places with an async.* Got On"):
         made(3, places=pipeline.OneProgram(mesh))
