@@ -182,7 +182,7 @@ def test_a_text_is_shown_as_one():
         TypeError, match=r"Got '0\.1'\. `float` converts it to a number"
     ):
         optim.sgd(lr="0.1")
-    with pytest.raises(TypeError, match=r"betas\[0\]=.*Got '0\.9'\. `float` makes"):
+    with pytest.raises(TypeError, match=r"betas\[0\]=.*Got '0\.9'\. `float` converts"):
         optim.adam(betas=("0.9", 0.99))
     with pytest.raises(TypeError, match=r"betas=.*must be a sequence.*Got '0\.9'\."):
         optim.adam(betas="0.9")
