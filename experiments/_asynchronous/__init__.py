@@ -1,0 +1,1 @@
+"""Asynchronous pipelines: rules as data, and epochs as one compiled program."""

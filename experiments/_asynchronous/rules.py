@@ -1,0 +1,446 @@
+"""Rules of asynchronous pipelines as data: three pure functions of a stage.
+
+A micro-batch enters a stage before the updates of the micro-batches just ahead of it. A
+rule says which weights its forward pass sees, which its backward pass sees, and what
+the stage's update makes of the gradient that comes out. *Which version* a micro-batch
+meets is not the rule's: it is the version matrix of a schedule.
+
+Below, w_t are the weights of a stage after t updates, g the gradient that makes w_{t+1}
+of w_t, and tau the stage's delay: the updates between a micro-batch's forward pass and
+its own update. With n stages and one micro-batch for each update, PipeDream's stage j,
+counted from 0, has tau = n - 1 - j.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import optim
+
+PyTree = Any
+Number = float | jax.Array
+
+
+class Place(NamedTuple):
+    """A stage in its pipeline.
+
+    Attributes:
+      stage: Its number, from 0.
+      stages: The number of stages.
+      delay: Its tau, at least 0.
+    """
+
+    stage: int
+    stages: int
+    delay: int
+
+
+class Now(NamedTuple):
+    """A version of a stage's weights, and what its update left beside them.
+
+    Attributes:
+      version: t, an int32 scalar.
+      params: w_t.
+      state: What the rule keeps: the optimizer's state, and more.
+      rate: The learning rate, a scalar; None: that of the optimizer.
+    """
+
+    version: jax.Array
+    params: PyTree
+    state: PyTree
+    rate: Number | None
+
+
+def newest(place: Place, now: Now) -> PyTree:
+    """A forward pass sees the weights as they are."""
+    return now.params
+
+
+def as_forward(place: Place, now: Now, seen: PyTree) -> PyTree:
+    """A backward pass sees what its forward pass saw: weight stashing."""
+    return seen
+
+
+def newest_again(place: Place, now: Now, seen: PyTree) -> PyTree:
+    """A backward pass sees the newest weights; nothing is stashed."""
+    return now.params
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the passes of a stage see, and how it updates.
+
+    Attributes:
+      begin: `begin(params) -> state`, before the first update.
+      step: `step(place, grads, now, seen) -> (params, state)`: the next version, from
+        the gradient and from what the forward pass of that gradient saw.
+      forward: `forward(place, now) -> params`: what a forward pass sees that meets this
+        version.
+      backward: `backward(place, now, seen) -> params`: what a backward pass sees, at
+        the newest version.
+      stashes: Whether what forward passes saw is kept, by `backward` or by `step`.
+    """
+
+    begin: Callable[[PyTree], PyTree]
+    step: Callable[[Place, PyTree, Now, PyTree], tuple[PyTree, PyTree]]
+    forward: Callable[[Place, Now], PyTree] = newest
+    backward: Callable[[Place, Now, PyTree], PyTree] = as_forward
+    stashes: bool = True
+
+
+def _overrides(rate: Number | None) -> dict[str, Number]:
+    return {} if rate is None else {"lr": rate}
+
+
+def _stepper(
+    optimizer: optim.Optimizer,
+) -> Callable[[Place, PyTree, Now, PyTree], tuple[PyTree, PyTree]]:
+    def step(place: Place, grads: PyTree, now: Now, seen: PyTree) -> Any:
+        return optimizer.step(now.params, grads, now.state, **_overrides(now.rate))
+
+    return step
+
+
+def stashed(optimizer: optim.Optimizer) -> Rule:
+    """Weight stashing; vertical sync and 2BW too, by their version matrices.
+
+    With `optim.nadam(betas=(0.99, 0.999))` it is what Ajanthan et al. train with, and
+    with `optim.muon` under 2BW what Zmushko et al. do.
+
+    Source:
+      Narayanan et al., PipeDream, SOSP 2019, 3.3; Memory-Efficient Pipeline-Parallel
+      DNN Training, arXiv:2006.09503.
+    """
+    return Rule(optimizer.init, _stepper(optimizer))
+
+
+def unstashed(optimizer: optim.Optimizer) -> Rule:
+    """No stashing: activations of older weights, and backward passes of the newest."""
+    stepper = _stepper(optimizer)
+    return Rule(optimizer.init, stepper, backward=newest_again, stashes=False)
+
+
+# --- weight prediction ---
+
+
+def momentum_direction(state: PyTree, rate: Number) -> PyTree:
+    """-rate v: the next update of SGD with momentum, if the gradient were 0 on average.
+
+    Args:
+      state: Of `optim.sgd(momentum=...)`.
+      rate: The learning rate.
+    """
+    return _by_leaf(lambda own: -rate * own.momentum_buffer, state)
+
+
+def adam_direction(
+    state: PyTree,
+    rate: Number,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> PyTree:
+    """-rate m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), Adam's last update.
+
+    Args:
+      state: Of `optim.adam` with these `betas` and `eps`; the direction is 0 at t = 0.
+      rate: The learning rate.
+      betas: Decays of Adam's averages.
+      eps: Adam's.
+    """
+
+    def direction(own: Any) -> jax.Array:
+        # At t = 0 both averages are 0, and any divisor does.
+        t = jnp.maximum(own.step, 1).astype(own.exp_avg.dtype)
+        first, second = (1 - jnp.asarray(beta, t.dtype) ** t for beta in betas)
+        divisor = jnp.sqrt(own.exp_avg_sq / second) + eps
+        return -rate * (own.exp_avg / first) / divisor
+
+    return _by_leaf(direction, state)
+
+
+def _by_leaf(function: Callable[[Any], jax.Array], state: PyTree) -> PyTree:
+    """Maps the optimizer's states of single arrays."""
+    return jax.tree.map(function, state, is_leaf=lambda own: hasattr(own, "step"))
+
+
+def predicted(
+    optimizer: optim.Optimizer,
+    direction: Callable[[PyTree, Number], PyTree],
+    *,
+    round_trip: bool = False,
+) -> Rule:
+    """Weight prediction: passes see w_t + s d, with d the direction of the last update.
+
+    With `momentum_direction` it is SpecTrain's, with `adam_direction` XPipe's. The
+    publications differ in where the prediction aims, and both are here:
+
+        own update   s = tau forward, 0 backward: at this stage's weights when its own
+                     backward pass has come
+        round trip   s = tau + floor(j / 2) forward, floor(j / 2) backward: at its
+                     weights when that of stage 0 has come, j stages later
+
+    Args:
+      optimizer: The one whose direction it is.
+      direction: `direction(state, rate)`.
+      round_trip: The second of the two.
+
+    Source:
+      Chen et al., SpecTrain, arXiv:1809.02839 (round trip); Guan et al., XPipe,
+      arXiv:1911.04610, and PipeOptim, arXiv:2312.00839 (own update). Each update here
+      has one micro-batch: XPipe's bellwether of several is not.
+    """
+
+    def ahead(now: Now, steps: int) -> PyTree:
+        if not steps:
+            return now.params
+        if now.rate is None:
+            raise ValueError("a prediction needs the learning rate: Now(rate=None)")
+        move = direction(now.state, now.rate)
+        return jax.tree.map(lambda w, d: w + steps * d, now.params, move)
+
+    def later(place: Place) -> int:
+        return place.stage // 2 if round_trip else 0
+
+    return Rule(
+        optimizer.init,
+        _stepper(optimizer),
+        forward=lambda place, now: ahead(now, place.delay + later(place)),
+        backward=lambda place, now, seen: ahead(now, later(place)),
+        stashes=False,
+    )
+
+
+# --- PipeMare ---
+
+
+class PipeMareState(NamedTuple):
+    """The optimizer's state, and delta: a moving average of w_{t+1} - w_t."""
+
+    optimizer: PyTree
+    delta: PyTree
+
+
+def pipemare(
+    optimizer: optim.Optimizer,
+    *,
+    anneal: int,
+    decay: float = math.exp(-2),
+) -> Rule:
+    """PipeMare: no stashing, smaller rates for older gradients, corrected weights.
+
+        rate of a stage   alpha / max(tau, 1)^p, with p = 1 - min(t / anneal, 1)  (T1)
+        backward pass     sees w_t - tau delta_t                                  (T2)
+        delta_{t+1}     = gamma delta_t + (1 - gamma) (w_{t+1} - w_t)
+        gamma           = decay^(1 / tau)
+
+    Here tau is the delay of the schedule that runs. The publication's own pipeline has
+    a forward and a backward pass in each clock, and so about twice the delay. Its third
+    technique, an epoch of synchronous warm-up, is a schedule and not a rule.
+
+    Args:
+      optimizer: Any with a learning rate `lr`.
+      anneal: Updates until all stages have the rate alpha, at least 1.
+      decay: D, what is left of an old difference after tau updates, in (0, 1).
+
+    Source:
+      Yang et al., PipeMare, MLSys 2021, arXiv:1910.05124, 3.1 and 3.2.
+    """
+
+    def begin(params: PyTree) -> PipeMareState:
+        return PipeMareState(
+            optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def backward(place: Place, now: Now, seen: PyTree) -> PyTree:
+        def corrected(w: jax.Array, delta: jax.Array) -> jax.Array:
+            return w - place.delay * delta
+
+        return jax.tree.map(corrected, now.params, now.state.delta)
+
+    def step(place: Place, grads: PyTree, now: Now, seen: PyTree) -> Any:
+        if now.rate is None:
+            raise ValueError("PipeMare divides the learning rate: Now(rate=None)")
+        base = jnp.asarray(now.rate)
+        power = 1 - jnp.minimum(now.version.astype(base.dtype) / anneal, 1)
+        rate = base / max(place.delay, 1) ** power
+        params, state = optimizer.step(
+            now.params, grads, now.state.optimizer, **_overrides(rate)
+        )
+        # Without delay there is nothing to correct, and 1 / tau is infinite.
+        gamma = decay ** (1 / place.delay) if place.delay else 0.0
+        delta = jax.tree.map(
+            lambda d, new, old: gamma * d + (1 - gamma) * (new - old),
+            now.state.delta,
+            params,
+            now.params,
+        )
+        return params, PipeMareState(state, delta)
+
+    return Rule(begin, step, backward=backward, stashes=False)
+
+
+# --- corrections of the gradient and of the update ---
+
+
+def look_ahead(*, momentum: float) -> Rule:
+    """Nesterov's method whose gradient is late and discounted.
+
+        d_t     = gamma (w_t - w_{t-1})
+        w_{t+1} = w_t + d_t - rate (1 - gamma) g,  g at w + d of the version that is met
+
+    The authors train with NAdam in its place: `stashed(optim.nadam(...))`.
+
+    Args:
+      momentum: gamma, in [0, 1); the authors' is 0.99.
+
+    Source:
+      Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization,
+      ICML 2025, arXiv:2505.01099, (10).
+    """
+
+    def forward(place: Place, now: Now) -> PyTree:
+        return jax.tree.map(
+            lambda w, before: w + momentum * (w - before), now.params, now.state
+        )
+
+    def step(place: Place, grads: PyTree, now: Now, seen: PyTree) -> Any:
+        if now.rate is None:
+            raise ValueError("Nesterov's step needs the learning rate: Now(rate=None)")
+        ahead, size = forward(place, now), now.rate * (1 - momentum)
+        params = jax.tree.map(lambda y, g: y - size * g, ahead, grads)
+        return params, now.params
+
+    # A copy: JAX donates no array twice.
+    return Rule(lambda params: jax.tree.map(jnp.copy, params), step, forward=forward)
+
+
+class CompensatedState(NamedTuple):
+    """The optimizer's state, and the moving average of g^2; None if lambda is fixed."""
+
+    optimizer: PyTree
+    mean_square: PyTree
+
+
+def compensated(
+    optimizer: optim.Optimizer, *, strength: float, adaptive: float | None = None
+) -> Rule:
+    """Delay compensation: g + lambda g^2 (w_t - w_met), a Taylor term of the gradient.
+
+        DC-ASGD-c   lambda = strength
+        DC-ASGD-a   lambda = strength / sqrt(s + 1e-7), s <- m s + (1 - m) g^2
+
+    Args:
+      optimizer: It is given the compensated gradient.
+      strength: lambda, or lambda_0.
+      adaptive: m of the adaptive form, in [0, 1); None: the constant one.
+
+    Source:
+      Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation,
+      ICML 2017, arXiv:1609.08326. g^2 stands for the diagonal of the Hessian.
+    """
+
+    def begin(params: PyTree) -> CompensatedState:
+        squares = jax.tree.map(jnp.zeros_like, params)
+        state = optimizer.init(params)
+        return CompensatedState(state, None if adaptive is None else squares)
+
+    def step(place: Place, grads: PyTree, now: Now, seen: PyTree) -> Any:
+        squares = now.state.mean_square
+        if adaptive is None:
+            factors = jax.tree.map(lambda g: strength * g * g, grads)
+        else:
+            squares = jax.tree.map(
+                lambda s, g: adaptive * s + (1 - adaptive) * g * g, squares, grads
+            )
+            factors = jax.tree.map(
+                lambda s, g: strength / jnp.sqrt(s + 1e-7) * g * g, squares, grads
+            )
+        grads = jax.tree.map(
+            lambda g, f, w, met: g + f * (w - met), grads, factors, now.params, seen
+        )
+        params, state = optimizer.step(
+            now.params, grads, now.state.optimizer, **_overrides(now.rate)
+        )
+        return params, CompensatedState(state, squares)
+
+    return Rule(begin, step)
+
+
+class FeedbackState(NamedTuple):
+    """The optimizer's state, and its last update, without the correction."""
+
+    optimizer: PyTree
+    update: PyTree
+
+
+def error_feedback(optimizer: optim.Optimizer, *, strength: float = 1.0) -> Rule:
+    """Error feedback on updates: w_{t+1} = w_t + u_t + c (u_t - u_{t-1}).
+
+    u_t is the optimizer's update by the late gradient. One step ago u_{t-1} was made in
+    place of u_t, and the difference is made up for. The first update has no correction.
+
+    Args:
+      optimizer: Any.
+      strength: c.
+
+    Source:
+      Zmushko et al., One-Step Gradient Delay is Not a Barrier for Large-Scale
+      Asynchronous Pipeline Parallel LLM Pretraining, arXiv:2606.30634; under 2BW.
+    """
+
+    def begin(params: PyTree) -> FeedbackState:
+        return FeedbackState(
+            optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def step(place: Place, grads: PyTree, now: Now, seen: PyTree) -> Any:
+        update, state = optimizer.updates(
+            now.params, grads, now.state.optimizer, **_overrides(now.rate)
+        )
+
+        def moved(w: jax.Array, u: jax.Array, before: jax.Array) -> jax.Array:
+            correction = strength * (u - before)
+            return w + u + jnp.where(now.version > 0, correction, 0)
+
+        params = jax.tree.map(moved, now.params, update, now.state.update)
+        return params, FeedbackState(state, update)
+
+    return Rule(begin, step)
+
+
+# --- memory ---
+
+
+class Memory(NamedTuple):
+    """What a stage holds between its passes, beside gradients and activations.
+
+    Attributes:
+      versions: Versions of its weights, with the newest.
+      weights: Their bytes.
+      state: Bytes of the rule's state, with the optimizer's.
+    """
+
+    versions: int
+    weights: int
+    state: int
+
+
+def memory(rule: Rule, place: Place, params: PyTree) -> Memory:
+    """The memory of a stage under a rule.
+
+    Args:
+      rule: The rule.
+      place: The stage: weights that are stashed are kept for its delay.
+      params: Its weights, or their shapes.
+    """
+    versions = place.delay + 1 if rule.stashes else 1
+    state = jax.eval_shape(rule.begin, params)
+    return Memory(versions, versions * _bytes(params), _bytes(state))
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
