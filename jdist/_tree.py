@@ -133,7 +133,7 @@ def type_name(value: object) -> str:
     """
     if value is None:
         return "None"
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):  # Of private classes.
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):  # Private classes.
         return "an array"
     kind = type(value)
     # Classes of arrays have similar names in several frameworks.

@@ -102,7 +102,7 @@ class Relay:
         """Starts to forward the output of a worker.
 
         Args:
-          name: Of the worker.
+          name: Name of the worker.
           output: The pipe of its standard output.
           errors: That of its standard error.
           restart: The number of restarts before this start.

@@ -430,7 +430,7 @@ class LossPrograms:
 
         # Jitted, because `trace` then caches the program for each set of shapes.
         self._losses_of = jax.jit(loss_fn)
-        # Of the dtype in which draws are perturbed.
+        # The unit of the dtype in which draws are perturbed.
         self.unit = unit_roundoff("float32")
         self._summed = summed
         self._gradient_of = jax.jit(seeded(summed))

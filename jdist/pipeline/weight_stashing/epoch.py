@@ -122,7 +122,7 @@ class EpochStep(Step):
     def run(self, action_timer: ActionTimer | None = None) -> None:
         """See `Step`; then drains, with the remaining updates of all stages."""
         super().run(action_timer)
-        # Of all processes, whose checksums are compared.
+        # All processes read to the end, since their checksums are compared.
         self._stream.read(self._stream.length - 1)
         for (worker, stage), stashed in self._stashed.items():
             while stashed.stash.version < self._count(stage):

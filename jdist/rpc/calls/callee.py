@@ -413,7 +413,7 @@ class ServedConnection:
     """The answering side of one connection.
 
     Args:
-      callee: Of the worker that answers.
+      callee: The callee of the worker that answers.
       channel: From a caller.
       caller: The worker at its other end.
       on_closed: Called once, when the channel has closed.

@@ -27,7 +27,7 @@ def main() -> None:
     """Applies the settings of the first argument and runs the command of the others."""
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     hold_lifeline(settings["lifeline"])
-    # Of this process's own parent, if that was started too.
+    # It belongs to this process's parent, if that was started too.
     os.environ.pop("JDIST_BATCH_CLASS", None)
     if settings["cores"]:
         os.sched_setaffinity(0, settings["cores"])

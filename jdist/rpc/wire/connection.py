@@ -95,7 +95,7 @@ class Connection:
         self._ending = threading.Lock()
         self._requests = DedupWindow(first=1)
         self._buffer = memoryview(bytearray(_BUFFER))
-        self._start = self._end = 0  # Of what was received and not yet parsed.
+        self._start = self._end = 0  # The part received and not yet parsed.
 
     def __repr__(self) -> str:
         state = "open" if self._reason is None else f"closed: {self._reason}"

@@ -276,7 +276,7 @@ class _Reader:
         """Reads a function or another value; `part` names it."""
         call = in_class(type(value), "__call__")
         if isinstance(call, types.FunctionType) and not _fixed(call):
-            # Of an object that is called, only what its code reads of `self`.
+            # Only what the code of a called object reads of `self`.
             self._see(guards.at_name, (value, "__call__"))
             self._function(part, call, value)
         else:
@@ -654,7 +654,7 @@ def _is_settled(value: object) -> bool:
 
 def _is_frozen(kind: type) -> bool:
     """Whether the attributes of instances are set once."""
-    # Of its own: a subclass that is no frozen dataclass may have others.
+    # The class's own: a subclass that is no frozen dataclass may have others.
     settings = vars(kind).get("__dataclass_params__")
     return settings is not None and settings.frozen
 

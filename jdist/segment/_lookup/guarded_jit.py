@@ -46,7 +46,7 @@ class GuardedJit:
       user: Name of the public function that compiles, for warnings.
       reads: The users' functions that it calls, and other values of users that it
         reads, by name; the first gives its name to warnings.
-      **options: Of `jax.jit`.
+      **options: Options of `jax.jit`.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class _Writer:
             return tuple([_referents(each) for each in _users_functions(fn)])
         keys: list[Hashable] = []
         for each in _users_parts(fn):
-            # Of a rule with `nondiff_argnums`: it decides what the rule computes.
+            # A `nondiff_argnums` argument decides what the rule computes.
             if isinstance(each, STATIC_ARGUMENT):
                 keys.append(self._parameter(each.val))
                 continue

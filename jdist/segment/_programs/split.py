@@ -115,7 +115,7 @@ def split(gradient: BackwardProgram) -> Split:
     carried = cheapest_cut(needed, made_from, cost)
     groups = (params, kept, cotangents, gradient.d_inputs)
     ready = set(ArrayLocations.of(carried, *groups).computed)
-    # Of two parameters with one gradient the second gets a copy of its own: both may
+    # The second of two parameters with one gradient gets a copy of its own: both may
     # be donated.
     places: list[int | None] = []
     unready: list[Any] = []

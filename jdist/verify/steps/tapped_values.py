@@ -141,7 +141,7 @@ def shown_values(
         for path, passage, i in _assigned(by_name[name], passed):
             if passage.ratios[i] <= 1:
                 found.setdefault(path, passage.values[i])
-            # Of several devices, that which is farthest off.
+            # Among several devices, the one that is farthest off.
             elif path not in wrong or passage.ratios[i] > wrong[path][0]:
                 wrong[path] = passage.ratios[i], passage.values[i]
     return found | {path: value for path, (_, value) in wrong.items()}

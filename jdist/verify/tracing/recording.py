@@ -176,7 +176,7 @@ def replay(records: Iterable[Sequence[object]]) -> None:
     made = []
     rule = "must be records, each a tuple"
     for each in listed("replay(records=...)", records, Sequence, rule):
-        # Of one device, which has no place in a mesh, four fields are enough.
+        # Four fields are enough for one device, which has no place in a mesh.
         if len(each) not in (4, 6, len(TapRecord._fields)):
             rule = f"must be records: {', '.join(TapRecord._fields)}"
             got = f"a sequence of {len(each)}"

@@ -233,8 +233,8 @@ def _inferred(
             }
             tried.append((known, len(pairs & learned), parts, pairs))
         tried.sort(key=lambda x: x[:2], reverse=True)
-        # Of several that explain the shape, the values tell the right one; else what
-        # the axes divide at the taps before.
+        # Among several that explain the shape, the values tell the right one; else
+        # what the axes divide at the taps before.
         if tried and (len(tried) == 1 or tried[0][:2] > tried[1][:2]):
             known, _, parts, pairs = tried[0]
             learned |= pairs if known else set()
@@ -412,7 +412,7 @@ def _assigned(
     several choices, and where there is none, the row of the nearest direction is taken.
     """
     passed, expected = aligned.forward, passage.forward.values
-    # Of no example, or of another one that is near to a missing one.
+    # Rows of no example, or of another one that is near to a missing one.
     near = aligned.classes_at(place)[missing]
     strange = (passed.found == NONE) | np.isin(passed.found, near)
     cosine = _cosines(passed.values, expected)
