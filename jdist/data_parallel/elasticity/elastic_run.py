@@ -31,9 +31,13 @@ from jdist._tree import (
     owned,
 )
 from jdist.data_parallel.data.sampler import Sampler
-from jdist.data_parallel.elasticity.follower import Snapshot
 from jdist.data_parallel.elasticity.leader import RunTerms
-from jdist.data_parallel.elasticity.replica_work import Batches, Programs, ReplicaWork
+from jdist.data_parallel.elasticity.replica_work import (
+    Batches,
+    Programs,
+    ReplicaWork,
+    Snapshot,
+)
 from jdist.data_parallel.replicas.shards import check_one_per_row, check_weight_values
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer
@@ -215,9 +219,7 @@ class Elastic:
             save_every=self._save_every,
         )
 
-        def work(
-            agent: Agent, source: Callable[[int], Snapshot[TrainState]]
-        ) -> ReplicaWork:
+        def work(agent: Agent, source: Callable[[int], Snapshot]) -> ReplicaWork:
             # Copies: the caller may donate its own.
             own = jax.tree.map(lambda x: jnp.array(x, copy=True), owned(params))
             step = jnp.zeros((), jnp.int32)

@@ -4,55 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from jdist.data_parallel.elasticity.leader import Directive, Part, ReplicaReport
-
-State = TypeVar("State")
-Sum = TypeVar("Sum")
-
-
-class Unreachable(Exception):
-    """A replica did not send its state."""
-
-
-class Snapshot(NamedTuple, Generic[State]):
-    """A state, with its generation and its step."""
-
-    generation: int
-    """See `Directive`."""
-
-    held: int | None
-    """Number of steps that its state has taken; None without a state."""
-
-    state: State | None
-    """The state."""
+from jdist.data_parallel.elasticity.replica_work import (
+    ReplicaWork,
+    Snapshot,
+    Unreachable,
+)
+from jdist.reduction import Partial
 
 
-class Work(Protocol[State, Sum]):
-    """The computation of a replica, without the protocol."""
-
-    def restore(self) -> tuple[int, State]:
-        """Returns the last checkpoint, or the first state, and its number of steps."""
-
-    def fetch(self, replica: int) -> Snapshot[State]:
-        """Fetches the state of another replica.
-
-        Raises:
-          Unreachable: It does not hand it out.
-        """
-
-    def apply(self, state: State, step: int, total: Sum) -> State:
-        """Computes the state after a step from the sum of its parts."""
-
-    def compute(self, state: State, step: int, part: Part) -> list[tuple[Part, Sum]]:
-        """Computes the sums of a part, each with its range of units."""
-
-    def save(self, step: int, state: State) -> Future[None]:
-        """Begins to write a checkpoint; the future is done when it is complete."""
-
-
-class Follower(Generic[State, Sum]):
+class Follower:
     """A replica; see the module.
 
     Args:
@@ -64,9 +26,9 @@ class Follower(Generic[State, Sum]):
       over: Whether the run is over.
     """
 
-    def __init__(self, work: Work[State, Sum]) -> None:
+    def __init__(self, work: ReplicaWork) -> None:
         # Always replaced as a whole, since another thread may be sending it.
-        self.snapshot: Snapshot[State] = Snapshot(0, None, None)
+        self.snapshot = Snapshot(0, None, None)
         self.heir = False
         self.over = False
         self._work = work
@@ -77,8 +39,8 @@ class Follower(Generic[State, Sum]):
         return ReplicaReport()
 
     def follow(
-        self, directive: Directive, totals: Mapping[int, Sum]
-    ) -> tuple[ReplicaReport, Sequence[Sum]]:
+        self, directive: Directive, totals: Mapping[int, Partial]
+    ) -> tuple[ReplicaReport, Sequence[Partial]]:
         """Carries out a directive.
 
         Args:
@@ -98,7 +60,7 @@ class Follower(Generic[State, Sum]):
             unreachable = self._fetch(directive.generation, directive.fetch)
         self._apply(directive.apply, totals)
         generation, held, state = self.snapshot
-        found: list[tuple[Part, Sum]] = []
+        found: list[tuple[Part, Partial]] = []
         if state is not None and held is not None:
             # Before the computation: the checkpoint is written while that runs.
             if directive.save:
@@ -135,7 +97,7 @@ class Follower(Generic[State, Sum]):
         self.snapshot = snapshot
         return None
 
-    def _apply(self, steps: Sequence[int], totals: Mapping[int, Sum]) -> None:
+    def _apply(self, steps: Sequence[int], totals: Mapping[int, Partial]) -> None:
         for step in steps:
             state = self.snapshot.state
             assert self.snapshot.held == step

@@ -25,7 +25,7 @@ import msgspec
 from jdist._errors import value_error
 from jdist._scheduling import enter_batch_class
 from jdist._tree import first_difference
-from jdist.data_parallel.elasticity.follower import Follower, Snapshot, Unreachable
+from jdist.data_parallel.elasticity.follower import Follower
 from jdist.data_parallel.elasticity.leader import (
     Abandon,
     Commit,
@@ -37,7 +37,11 @@ from jdist.data_parallel.elasticity.leader import (
     ReplicaReport,
     RunTerms,
 )
-from jdist.data_parallel.elasticity.replica_work import ReplicaWork
+from jdist.data_parallel.elasticity.replica_work import (
+    ReplicaWork,
+    Snapshot,
+    Unreachable,
+)
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.reduction import Partial
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
@@ -285,7 +289,7 @@ class ElasticRuns:
         self._leaders: dict[str, LeaderService | None] = {}  # None once it is over.
         # Reports that arrived before rank 0 began the run, by run and replica.
         self._early: dict[str, dict[int, tuple[Message, Future[Answer]]]] = {}
-        self._followers: dict[str, Follower[TrainState, Partial]] = {}
+        self._followers: dict[str, Follower] = {}
         # The answer to the latest report of each replica that is in a run, by run. A
         # report is handled on another thread than the departure that follows it.
         self._latest: dict[str, dict[int, Future[Answer]]] = {}
@@ -296,9 +300,7 @@ class ElasticRuns:
         agent.extension_state.on_gone(self._on_gone)
 
     @contextlib.contextmanager
-    def following(
-        self, name: str, follower: Follower[TrainState, Partial]
-    ) -> Iterator[None]:
+    def following(self, name: str, follower: Follower) -> Iterator[None]:
         """Serves the state of a replica while its block runs."""
         with self._lock:
             if name in self._followers:
@@ -436,7 +438,7 @@ def follow_leader(
     name: str,
     terms: RunTerms,
     agreed: dict[str, str],
-    make_work: Callable[[Agent, Callable[[int], Snapshot[TrainState]]], ReplicaWork],
+    make_work: Callable[[Agent, Callable[[int], Snapshot]], ReplicaWork],
 ) -> tuple[TrainState, dict[int, jax.Array]]:
     """Takes part in a run as the current worker, until it is over.
 
@@ -454,7 +456,7 @@ def follow_leader(
     enter_batch_class()  # Messages arrive while it computes.
     runs: ElasticRuns = agent.extension_state[_PACKAGE]
 
-    def fetched(replica: int) -> Snapshot[TrainState]:
+    def fetched(replica: int) -> Snapshot:
         peer = agent.directory.of_incarnation(replica)
         if peer is None:
             raise Unreachable
@@ -468,7 +470,7 @@ def follow_leader(
         return Snapshot(generation, held, state)
 
     work = make_work(agent, fetched)
-    follower: Follower[TrainState, Partial] = Follower(work)
+    follower = Follower(work)
     with runs.following(name, follower), contextlib.closing(work):
         if agent.info.id:
             _follow(agent, name, terms, agreed, follower, work)
@@ -498,7 +500,7 @@ def _follow(
     name: str,
     terms: RunTerms,
     agreed: dict[str, str],
-    follower: Follower[TrainState, Partial],
+    follower: Follower,
     work: ReplicaWork,
 ) -> None:
     """Reports and carries out directives, until the run is over."""

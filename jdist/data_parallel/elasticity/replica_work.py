@@ -2,7 +2,11 @@
 
 The gradient of a step is that of its whole batch, for any division into shards (see
 `jdist.reduction`). In a fixed order a batch is divided into slots, each computed alone
-by one program, and their partials are summed along the tree of `summation_tree`.
+by one program, and their partials are summed along a binary tree. Its shape depends on
+their number only, so that a sum has the same bits for any assignment of slots to
+replicas, and for any place where parts of it were computed.
+
+    slots 0..5:  ((0 + (1 + 2)) + (3 + (4 + 5)))
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +26,30 @@ from jdist import reduction as reductions
 from jdist._tree import PyTree, split_inexact
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints
 from jdist.data_parallel.data.sampler import Sampler
-from jdist.data_parallel.elasticity.follower import Snapshot
 from jdist.data_parallel.elasticity.leader import Part
-from jdist.data_parallel.elasticity.summation_tree import nodes_within, tree_sum
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer
 from jdist.reduction import Partial
 from jdist.segment.internal import GuardedJit
+
+Value = TypeVar("Value")
+
+
+class Unreachable(Exception):
+    """A replica did not send its state."""
+
+
+class Snapshot(NamedTuple):
+    """A state, with its generation and its step."""
+
+    generation: int
+    """See `Directive`."""
+
+    held: int | None
+    """Number of steps that its state has taken; None without a state."""
+
+    state: TrainState | None
+    """The state."""
 
 
 class Programs:
@@ -116,7 +137,7 @@ def _order(sampler: Sampler, epoch: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class ReplicaWork:
-    """The computation of one replica; see `follower.Work`.
+    """The computation of one replica, without the protocol.
 
     Attributes:
       programs: The compiled functions.
@@ -124,7 +145,7 @@ class ReplicaWork:
       first: The state before the first step, on the device of this replica.
       device: That device; None for JAX's default.
       folder: The folder of checkpoints; None for none.
-      source: Fetches the state of another replica.
+      source: Fetches the state of another replica; raises `Unreachable`.
       losses: The losses of the steps that were applied here.
     """
 
@@ -133,12 +154,12 @@ class ReplicaWork:
     first: TrainState
     device: jax.Device | None
     folder: Path | None
-    source: Callable[[int], Snapshot[TrainState]]
+    source: Callable[[int], Snapshot]
     losses: dict[int, jax.Array] = field(default_factory=dict)
     _writer: ThreadPoolExecutor | None = None
 
     def restore(self) -> tuple[int, TrainState]:
-        """See `Work`."""
+        """The last checkpoint, or the first state, and its number of steps."""
         if self.folder is None:
             return 0, self.first
         with TrainCheckpoints(self.folder) as saved:
@@ -147,19 +168,19 @@ class ReplicaWork:
             state = saved.restore(self.first)
         return int(state.step), state
 
-    def fetch(self, replica: int) -> Snapshot[TrainState]:
-        """See `Work`."""
+    def fetch(self, replica: int) -> Snapshot:
+        """The state of another replica."""
         return self.source(replica)
 
     def apply(self, state: TrainState, step: int, total: Partial) -> TrainState:
-        """See `Work`."""
+        """The state after a step, from the sum of its parts."""
         state, self.losses[step] = self.programs.stepped(state, total)
         return state
 
     def compute(
         self, state: TrainState, step: int, part: Part
     ) -> list[tuple[Part, Partial]]:
-        """See `Work`."""
+        """The sums of a part, each with its range of units."""
         if self.batches.slots is None:
             return [(part, self._shard_sum(state, step, part))]
         slots = [Part(slot, slot + 1) for slot in range(part.start, part.stop)]
@@ -179,7 +200,7 @@ class ReplicaWork:
         return first
 
     def save(self, step: int, state: TrainState) -> Future[None]:
-        """See `Work`."""
+        """Begins to write a checkpoint; the future is done when it is complete."""
         if self._writer is None:
             # One thread, so that checkpoints are written in the order of their steps.
             self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -216,3 +237,46 @@ class ReplicaWork:
         found = self.programs.shard_sum(state.params, *placed)
         # A report, for which there is a deadline, states that the result is computed.
         return jax.block_until_ready(found)
+
+
+def nodes_within(part: Part, units: int) -> list[Part]:
+    """The smallest set of tree nodes that make up a part, in order.
+
+    Example:
+      >>> [tuple(node) for node in nodes_within(Part(1, 6), 6)]
+      [(1, 3), (3, 6)]
+    """
+    return list(_within(Part(0, units), part))
+
+
+def _within(node: Part, part: Part) -> list[Part]:
+    if part.start <= node.start and node.stop <= part.stop:
+        return [node]
+    if node.stop <= part.start or part.stop <= node.start:
+        return []
+    return [each for half in _halves(node) for each in _within(half, part)]
+
+
+def tree_sum(
+    values: Mapping[Part, Value], node: Part, add: Callable[[Value, Value], Value]
+) -> Value:
+    """The sum of a node, from values of nodes below that make it up.
+
+    Raises:
+      KeyError: They do not make it up.
+
+    Example:
+      >>> values = {Part(0, 1): "a", Part(1, 3): "(b c)"}
+      >>> tree_sum(values, Part(0, 3), lambda left, right: f"({left} {right})")
+      '(a (b c))'
+    """
+    # At a leaf the look-up raises KeyError if its value is missing.
+    if node in values or node.stop - node.start == 1:
+        return values[node]
+    left, right = (tree_sum(values, half, add) for half in _halves(node))
+    return add(left, right)
+
+
+def _halves(node: Part) -> tuple[Part, Part]:
+    middle = (node.start + node.stop) // 2
+    return Part(node.start, middle), Part(middle, node.stop)

@@ -10,9 +10,13 @@ of two restarts may differ by rounding, and must not meet.
 import random
 from concurrent.futures import Future
 
-from jdist.data_parallel.elasticity.follower import Follower, Unreachable
+from jdist.data_parallel.elasticity.follower import Follower
 from jdist.data_parallel.elasticity.leader import Commit, Leader, Part, RunTerms
-from jdist.data_parallel.elasticity.summation_tree import nodes_within, tree_sum
+from jdist.data_parallel.elasticity.replica_work import (
+    Unreachable,
+    nodes_within,
+    tree_sum,
+)
 
 DEADLINE = 10.0
 
