@@ -34,7 +34,6 @@ from jdist.autograd.install import install as _install
 from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.distributed_optimizer import DistributedOptimizer
 from jdist.autograd.picture.graph import Graph, graph
-from jdist.autograd.recording.apply import apply
 from jdist.autograd.recording.errors import (
     AutogradError,
     BackwardError,
@@ -43,7 +42,7 @@ from jdist.autograd.recording.errors import (
     UnusedSend,
 )
 from jdist.autograd.recording.pure import eager
-from jdist.autograd.recording.recorded import Recorded, detach
+from jdist.autograd.recording.recorded import Recorded, apply, detach
 from jdist.autograd.recording.variable import Variable, variable
 from jdist.rpc.extension import extend as _extend
 

@@ -7,7 +7,6 @@ that took part, and a `Recording` says which of them a thread of control is in.
 
 import contextvars
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 
 from jdist._compat import placed
-from jdist._errors import requirement, type_error, value_error
+from jdist._errors import requirement, type_error
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees, type_name
 from jdist.autograd.recording.errors import AutogradError, ContextNotFound, no_context
@@ -38,6 +37,7 @@ from jdist.autograd.recording.variable import Variable
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, collect_all
 from jdist.rpc.extension import (
     Agent,
+    IdCounter,
     Peer,
     ReliableDelivery,
     current,
@@ -47,9 +47,6 @@ from jdist.rpc.extension import (
 
 STATE = "jdist.autograd"
 """The key under which a worker keeps its container."""
-
-LAST_WORKER = (1 << 16) - 1
-_COUNTER_BITS = 48  # below the 16 of the worker
 
 T = TypeVar("T")
 _RELEASE = "autograd.release"
@@ -76,8 +73,11 @@ class Ids:
       first: The first counter of contexts. Messages begin at 1: 0 stands for no
         message.
 
-    Raises:
-      ValueError: The incarnation has more than 16 bits.
+    Attributes:
+      worker: See above.
+      context, message, backward_pass: Functions that make an id for a context, for a
+        request or a reply, or for a backward pass, and raise OverflowError once all
+        2**48 are used up.
 
     Source: `torch/csrc/distributed/autograd/context/container.h`.
 
@@ -88,42 +88,11 @@ class Ids:
     """
 
     def __init__(self, worker: int, first: int = 0) -> None:
-        if type(worker) is not int or not 0 <= worker <= LAST_WORKER:
-            rule = f"must be a worker id in 0..{LAST_WORKER}"
-            raise value_error("Ids(worker)", rule, worker)
         self.worker = worker
-        # Atomic: the counters are written in C, so that no lock is needed.
-        base = worker << _COUNTER_BITS
-        self._contexts = itertools.count(base + first)
-        self._messages = itertools.count(base + max(first, 1))
+        self.context = IdCounter(worker, first).packed
+        self.message = IdCounter(worker, max(first, 1)).packed
         # A counter of its own, so that passes do not change the ids of messages.
-        self._passes = itertools.count(base + 1)
-
-    @property
-    def highest(self) -> int:
-        """The last id that this worker can make."""
-        return (self.worker + 1 << _COUNTER_BITS) - 1
-
-    def context(self) -> int:
-        """Makes an id for a context.
-
-        Raises:
-          OverflowError: All 2**48 are used up.
-        """
-        return self._checked(next(self._contexts))
-
-    def message(self) -> int:
-        """Makes an id for a request or a reply; raises what `context` raises."""
-        return self._checked(next(self._messages))
-
-    def backward_pass(self) -> int:
-        """Makes an id for a backward pass; raises what `context` raises."""
-        return self._checked(next(self._passes))
-
-    def _checked(self, number: int) -> int:
-        if number >> _COUNTER_BITS != self.worker:
-            raise OverflowError(f"Worker {self.worker} has no ids left.")
-        return number
+        self.backward_pass = IdCounter(worker, 1).packed
 
 
 def maker(packed: int) -> int:
@@ -133,7 +102,7 @@ def maker(packed: int) -> int:
       >>> maker((2 << 48) + 5)
       2
     """
-    return packed >> _COUNTER_BITS
+    return packed >> 48
 
 
 class Context:

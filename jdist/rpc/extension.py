@@ -11,6 +11,7 @@ running thread, `futures` what packages do with futures and users do not.
 
 from jdist.rpc.base import current
 from jdist.rpc.base import future as futures
+from jdist.rpc.base.ids import IdCounter
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.base.worker_info import incarnation_of
@@ -38,6 +39,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "current",
     "Peer",
     "incarnation_of",
+    "IdCounter",
     # The state that a package keeps for each worker, and its installer.
     "extend",
     "NEEDS",

@@ -6,12 +6,10 @@ fewer bytes. `data_parallel.value_and_grad(..., hook=...)` calls it.
 """
 
 from jdist.data_parallel.hooks.cast import bf16, fp16
-from jdist.data_parallel.hooks.feedback import error_feedback
-from jdist.data_parallel.hooks.hook import Bucket, Hook
+from jdist.data_parallel.hooks.hook import Bucket, Hook, all_reduce, error_feedback
 from jdist.data_parallel.hooks.hook_switch import switch
 from jdist.data_parallel.hooks.int8 import int8_per_channel, int8_per_tensor
 from jdist.data_parallel.hooks.low_rank import power_sgd
-from jdist.data_parallel.hooks.plain_sum import all_reduce
 
 __all__ = [
     "Bucket",

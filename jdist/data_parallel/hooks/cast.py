@@ -18,8 +18,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdist._tree import PyTree
-from jdist.data_parallel.hooks.hook import Bucket, Hook, check_hook, require_real
-from jdist.data_parallel.hooks.plain_sum import all_reduce
+from jdist.data_parallel.hooks.hook import (
+    Bucket,
+    Hook,
+    all_reduce,
+    check_hook,
+    require_real,
+)
 
 
 def fp16(hook: Hook | None = None) -> Hook:

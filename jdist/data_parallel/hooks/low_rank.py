@@ -20,10 +20,9 @@ import numpy as np
 
 from jdist._errors import check_at_least, check_flags, check_number
 from jdist._tree import PyTree, wide_dtype
-from jdist.data_parallel.hooks.feedback import error_feedback as with_feedback
+from jdist.data_parallel.hooks import hook as hooks
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
 from jdist.data_parallel.hooks.hook_switch import switch
-from jdist.data_parallel.hooks.plain_sum import all_reduce
 from jdist.data_parallel.replicas.mapping import summed
 
 
@@ -67,8 +66,8 @@ def power_sgd(
     check_number(argument, min_compression_rate, "must be above 0", lambda x: x > 0)
     check_flags("power_sgd", error_feedback=error_feedback, warm_start=warm_start)
     low_rank = _low_rank(rank, min_compression_rate, warm_start, seed)
-    compressed = with_feedback(low_rank) if error_feedback else low_rank
-    return switch(all_reduce(), compressed, at=start)
+    compressed = hooks.error_feedback(low_rank) if error_feedback else low_rank
+    return switch(hooks.all_reduce(), compressed, at=start)
 
 
 class _Matrices(NamedTuple):

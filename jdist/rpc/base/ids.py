@@ -6,7 +6,6 @@ from typing import NamedTuple
 from jdist._errors import value_error
 
 LOCAL_BITS = 48
-_LOCAL_IDS = 1 << LOCAL_BITS
 
 
 class GloballyUniqueId(NamedTuple):
@@ -44,7 +43,7 @@ class GloballyUniqueId(NamedTuple):
         """
         if not 0 <= number < 1 << 64:
             raise value_error("unpacked(number)", "must have 64 bits", number)
-        return cls(number >> LOCAL_BITS, number & (_LOCAL_IDS - 1))
+        return cls(number >> LOCAL_BITS, number & ((1 << LOCAL_BITS) - 1))
 
 
 class IdCounter:
@@ -52,6 +51,7 @@ class IdCounter:
 
     Args:
       worker: Number of the worker.
+      first: The first counter.
 
     Example:
       >>> ids = IdCounter(worker=2)
@@ -59,10 +59,10 @@ class IdCounter:
       (0, 1)
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, first: int = 0) -> None:
         self._worker = worker
         # Atomic: the counter is written in C, so that no lock is needed.
-        self._numbers = itertools.count()
+        self._numbers = itertools.count((worker << LOCAL_BITS) + first)
 
     def next(self) -> GloballyUniqueId:
         """Makes a new id.
@@ -70,7 +70,11 @@ class IdCounter:
         Raises:
           OverflowError: All 2**48 are used up.
         """
+        return GloballyUniqueId.unpacked(self.packed())
+
+    def packed(self) -> int:
+        """Makes a new id, in one number; raises what `next` raises."""
         number = next(self._numbers)
-        if number >= _LOCAL_IDS:
+        if number >> LOCAL_BITS != self._worker:
             raise OverflowError(f"Worker {self._worker} has no ids left.")
-        return GloballyUniqueId(self._worker, number)
+        return number
