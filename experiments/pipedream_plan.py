@@ -295,11 +295,39 @@ def pictures(
         if case.workers == 16:
             name = f"{case.model}-{case.source}".lower()
             caption = f"{case.model}, profile: {case.source}. Seconds of each stage."
-            yield Picture(name, caption, case.plan.picture())
+            yield Picture(name, caption, plot_plan(case.plan))
     caption = (
         "What a pipeline gains over data parallelism, for slower and slower links."
     )
     yield Picture("gains", caption, plot_gains(gains, factors))
+
+
+def plot_plan(plan: pipeline.Plan) -> Figure:
+    """Each stage's seconds per micro-batch, with the bottleneck."""
+    figure = Figure(figsize=(9, 1.5 + 0.4 * len(plan.stages)), layout="constrained")
+    axes = figure.subplots()
+    names = [
+        f"stage {i}: {len(stage.layers)} layers x {len(stage.ranks)} workers"
+        for i, stage in enumerate(plan.stages)
+    ]
+    computing = [1e3 * stage.share for stage in plan.stages]
+    joining = [
+        1e3 * seconds / len(stage.ranks)
+        for stage, seconds in zip(plan.stages, plan.reduction_seconds, strict=True)
+    ]
+    axes.barh(names, computing, color="#4c78a8", label="passes")
+    axes.barh(names, joining, left=computing, color="#9ecae9", label="reductions")
+    bottleneck = 1e3 * plan.bottleneck_time
+    axes.axvline(bottleneck, color="#f58518", label="bottleneck")
+    beside = 1e3 * plan.data_parallel_time
+    axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
+    axes.set_xlim(0, 1.05 * max(beside, bottleneck))
+    # `barh` draws from the bottom; the first stage belongs on top.
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
+    figure.legend(loc="outside lower right", ncols=4)
+    axes.set_title(str(plan))
+    return figure
 
 
 def plot_gains(

@@ -115,7 +115,7 @@ ROOMS = {
         "hardware roofline",
         "report",
         "compilation",
-        "job picture",
+        "job",
         "search",
         "__main__",
     ),

@@ -33,7 +33,7 @@ from jdist.autograd.engine.replicated import replicated, unreplicate
 from jdist.autograd.install import install as _install
 from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.distributed_optimizer import DistributedOptimizer
-from jdist.autograd.picture.graph import Graph, graph
+from jdist.autograd.picture import Graph, graph
 from jdist.autograd.recording.errors import (
     AutogradError,
     BackwardError,

@@ -1,11 +1,10 @@
 """Installation of distributed autograd on a worker."""
 
-from jdist.autograd import nnx_module
+from jdist.autograd import nnx_module, picture
 from jdist.autograd.call_primitive import callee, caller
 from jdist.autograd.contexts import STATE, Container
 from jdist.autograd.engine import backward, engine, replicated
 from jdist.autograd.optimizer import owned_optimizer
-from jdist.autograd.picture import graph
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import Variable
 from jdist.autograd.rpc_hooks import RpcHooks
@@ -29,5 +28,5 @@ def install(agent: Agent) -> None:
     engine.install(container)
     replicated.install(container)
     backward.install(container)
-    graph.install(container)
+    picture.install(container)
     owned_optimizer.install(agent)

@@ -33,7 +33,6 @@ from jdist._errors import JdistError
 from jdist._own_code import run_command, writable_file
 from jdist.targets.hardware import target
 from jdist.targets.job import Job, load, program_of
-from jdist.targets.picture import write_picture
 from jdist.targets.report import CompiledProgram, seconds_text, size_text
 from jdist.targets.search import Candidate, SearchResult, largest_batch, smallest_slice
 
@@ -95,9 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--json", type=writable_file, help="also write everything to this file"
-    )
-    parser.add_argument(
-        "--picture", type=writable_file, help="also draw bars into this file"
     )
     return parser
 
@@ -166,8 +162,6 @@ def _concluded(
             {"label": label, **json.loads(each.to_json())} for label, each in found
         ]
         options.json.write_text(json.dumps(records, indent=1))
-    if options.picture:
-        console.print(f"drawn into {write_picture(found, options.picture)}")
     if fits:
         return ExitStatus.FITS
     console.print("[bold red]DOES NOT FIT[/bold red]")

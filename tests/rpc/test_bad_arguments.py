@@ -71,9 +71,7 @@ WITHIN = {
     ),
     "backward(retain_graph": (lambda v: backward(retain_graph=v), FLAGS),
     "graph(roots": (lambda v: graph(roots=v), [None, 3, "ab", [1.0]]),
-    "graph(values": (lambda v: graph(values=v), [None, 3, "ab", [1.0]]),
     "graph(names": (lambda v: graph(names=v), [3, "ab", ["x"]]),
-    "graph(timeout": (lambda v: graph(timeout=v), [None, "1", np.zeros(2)]),
     "replicated(group": (
         lambda v: autograd.replicated({"w": 1.0}, v),
         [None, 3, [1], np.zeros(2)],

@@ -6,18 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
-from jdist._errors import Unavailable, check_type, extra, value_error
+from jdist._errors import check_type, value_error
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.simulation.costs import Costs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 FORMAT = "jdist.pipeline.plan/1"
 _TUPLES = ("layers", "ranks")
@@ -168,52 +164,6 @@ class Plan:
         record = {"format": FORMAT, **asdict(self)}
         Path(path).write_text(json.dumps(record, indent=1))
         return Path(path)
-
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draws the picture into a file, PNG unless its name says otherwise.
-
-        Raises:
-          Unavailable: matplotlib is not installed.
-        """
-        path = Path(path)
-        self.picture().savefig(path, dpi=150, format=path.suffix[1:] or "png")
-        return path
-
-    def picture(self) -> "Figure":
-        """A bar chart of each stage's seconds per micro-batch, with the bottleneck.
-
-        Raises:
-          Unavailable: matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            what = f"a picture needs matplotlib: {extra('experiments')}"
-            raise Unavailable(what) from error
-        figure = Figure(figsize=(9, 1.5 + 0.4 * len(self.stages)), layout="constrained")
-        axes = figure.subplots()
-        names = [
-            f"stage {i}: {len(stage.layers)} layers x {len(stage.ranks)} workers"
-            for i, stage in enumerate(self.stages)
-        ]
-        computing = [1e3 * stage.share for stage in self.stages]
-        joining = [
-            1e3 * seconds / len(stage.ranks)
-            for stage, seconds in zip(self.stages, self.reduction_seconds, strict=True)
-        ]
-        axes.barh(names, computing, color="#4c78a8", label="passes")
-        axes.barh(names, joining, left=computing, color="#9ecae9", label="reductions")
-        bottleneck = 1e3 * self.bottleneck_time
-        axes.axvline(bottleneck, color="#f58518", label="bottleneck")
-        beside = 1e3 * self.data_parallel_time
-        axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
-        axes.set_xlim(0, 1.05 * max(beside, bottleneck))
-        # `barh` draws from the bottom; the first stage belongs on top.
-        axes.invert_yaxis()
-        axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
-        figure.legend(loc="outside lower right", ncols=4)
-        axes.set_title(str(self))
-        return figure
 
     def __str__(self) -> str:
         machine = " x ".join(map(str, self.workers))

@@ -31,7 +31,6 @@ def two_hundred():
             assert context_id >> 48 == found.origin == rank()
             assert is_valid_context(context_id)
             ids.append(context_id)
-    assert here().ids.highest == 281474976710655 + (rank() << 48)
     for context_id in ids:
         assert not is_valid_context(context_id)
         message = f"Could not find autograd context with id: {context_id}"

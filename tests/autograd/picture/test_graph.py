@@ -3,7 +3,7 @@
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.picture.graph_node import GraphNode, checked
+from jdist.autograd.picture import GraphNode, checked
 from tests.autograd.recording_cases import add, leaf, mul, name, nested
 
 
@@ -84,41 +84,41 @@ def test_as_mermaid(cluster):
 
 
 def second():
-    """(ii): local d = a + b, e = b * c, backward from d."""
+    """(ii): local d = a + b, e = b * c, backward from both."""
     a, b, c = leaf(1), leaf(2), leaf(3)
     with autograd.context() as context_id:
         d, e = autograd.apply(add, a, b), autograd.apply(mul, b, c)
         names = {a: "a", b: "b", c: "c"}
-        return shown(autograd.graph(context_id, [d], [e], names))
+        return shown(autograd.graph(context_id, [d, e], names))
 
 
 def test_the_second_picture(cluster):
-    """What the root does not reach has no dependencies: add 1, mul 0."""
+    """A variable waits for the gradients of all that use it."""
     functions, arrows = cluster.run(1, second)
     assert [label for _, label in functions] == [
-        "a (1)", "b (1)", "add (1)", "c (0)", "mul (0)",
+        "a (1)", "b (2)", "add (1)", "c (1)", "mul (1)",
     ]  # fmt: skip
     assert arrows == {
         ("a (1)", "add (1)"),
-        ("b (1)", "add (1)"),
-        ("b (1)", "mul (0)"),
-        ("c (0)", "mul (0)"),
+        ("b (2)", "add (1)"),
+        ("b (2)", "mul (1)"),
+        ("c (1)", "mul (1)"),
     }
 
 
-def third(mode):
+def third():
     """(iii): both operations remote, one result unused."""
     a, b, c = leaf(1), leaf(2), leaf(3)
     with autograd.context() as context_id:
         d = rpc.rpc_sync(name(1), add, args=(a, b))
         rpc.rpc_sync(name(1), mul, args=(b, c))
         names = {a: "a", b: "b", c: "c"}
-        return shown(autograd.graph(context_id, [d], names=names, mode=mode))
+        return shown(autograd.graph(context_id, [d], names=names))
 
 
 def test_the_third_picture(cluster):
-    """FAST takes the unused result for used; SMART does not wait for it."""
-    functions, arrows = cluster.run(0, third, "fast")
+    """FAST takes the unused result for used."""
+    functions, arrows = cluster.run(0, third)
     assert functions == [
         ("worker0", "a (1)"),
         ("worker0", "b (2)"),
@@ -136,11 +136,6 @@ def test_the_third_picture(cluster):
     ]
     assert ("send4 (1)", "recv4 (0)") in arrows
     assert len(arrows) == 12
-    functions, _ = cluster.run(0, third, "smart")
-    waited_for = [label for _, label in functions if not label.endswith("(0)")]
-    assert waited_for == [
-        "a (1)", "b (1)", "send1 (1)", "recv3 (1)", "recv1 (2)", "add (1)", "send3 (1)",
-    ]  # fmt: skip
 
 
 def over_all():
@@ -184,16 +179,12 @@ def test_an_empty_context_has_an_empty_picture(threads):
 
 def test_what_is_refused(threads):
     with autograd.context() as context_id:
-        with pytest.raises(ValueError, match=r"graph\(mode=...\).*'smart', 'fast'"):
-            autograd.graph(context_id, mode="slow")
         with pytest.raises(
             TypeError, match=r"graph\(roots=...\)` must be a list of rec"
         ):
             autograd.graph(context_id, [1.0])
-        with pytest.raises(
-            TypeError, match=r"graph\(values=...\)` must be a list of rec"
-        ):
-            autograd.graph(context_id, values=[leaf(1)])
+        with pytest.raises(TypeError, match=r"graph\(names=...\)` must be a mapping"):
+            autograd.graph(context_id, names=["x"])
     with pytest.raises(autograd.ContextNotFound, match=f"with id: {context_id}"):
         autograd.graph(context_id)
 

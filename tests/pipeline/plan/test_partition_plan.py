@@ -1,13 +1,11 @@
 """Plans shown, written, read, drawn, and played through the simulator."""
 
-import builtins
 import math
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from jdist import Unavailable
 from jdist.pipeline import load_plan, load_profile, partition, simulate
 from tests.pipeline.plans import PROFILES, random_profile
 
@@ -52,24 +50,6 @@ def test_the_table_and_the_line(vgg):
         row = next(r for r in shown.splitlines() if r.startswith(f"│ {number} "))
         assert f"({len(stage.layers)})" in row
         assert f"{plan.bytes_per_worker[number] / 2**20:.1f}" in row
-
-
-def test_the_picture(vgg, tmp_path):
-    assert vgg[1].plot(tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in vgg[1].plot(tmp_path / "plan.svg").read_text()
-
-
-def test_without_matplotlib(vgg, tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(Unavailable, match="needs matplotlib"):
-        vgg[1].plot(tmp_path / "plan.png")
 
 
 def test_a_simulation_reaches_the_bottleneck(rng):
