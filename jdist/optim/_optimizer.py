@@ -33,7 +33,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import alike, is_traced
-from jdist._errors import check_function, check_sequence, quoted, requirement
+from jdist._errors import (
+    check_function,
+    check_sequence,
+    quoted,
+    type_error,
+    value_error,
+)
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -134,7 +140,7 @@ class Optimizer:
         check_arrays(f"{self.name}.init(params)", params, others=True)
         if not jax.tree.leaves(params):
             rule = "must have at least one leaf"
-            raise ValueError(requirement(f"{self.name}.init(params)", rule, "none"))
+            raise value_error(f"{self.name}.init(params)", rule, "none")
         return _settled(self.init_tree(params), params)
 
     def step(
@@ -233,7 +239,7 @@ class Optimizer:
         if not is_inexact(loss):
             rule = "must be a floating number or array"
             got = described(loss) if hasattr(loss, "dtype") else repr(loss)
-            raise TypeError(requirement(f"{self.name}.scale_loss(loss)", rule, got))
+            raise type_error(f"{self.name}.scale_loss(loss)", rule, got)
         loss = jnp.asarray(loss)
         # The default scale, 65536, is itself above float16's largest number.
         wide = loss.astype(wide_dtype(loss.dtype))
@@ -389,7 +395,7 @@ class _Rule:
             rule = "must hold what "
             rule += f"`{self.name}.init` or the last step returned, at {path_of(keys)}"
             got = str(jax.tree.structure(state))
-            raise ValueError(requirement(f"{self.name}.step(state=...)", rule, got))
+            raise value_error(f"{self.name}.step(state=...)", rule, got)
 
     def moved(
         self,
@@ -412,8 +418,7 @@ class _Rule:
         update, new = self.step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
         if not isinstance(update, Update):
             rule = "must return an `Update` of the parameter and its new state"
-            got = type_name(update)
-            raise TypeError(requirement(f"{self.name}: step_leaf", rule, got))
+            raise type_error(f"{self.name}: step_leaf", rule, type_name(update))
         # Not new - old, which is rounded to the spacing of the parameter.
         found = update.total(wide) if updates else update.applied(wide)
         return _left(found, param), jax.tree.map(_left, new, state)
@@ -465,7 +470,7 @@ def check_optimizer(argument: str, given: PyTree) -> None:
             remedy = f"Call and wrap it: `optim.from_optax({given.__name__}(...))`."
         else:
             remedy = "Call it and give what it returns, if it makes an optimizer."
-    raise TypeError(requirement(argument, rule, got, remedy))
+    raise type_error(argument, rule, got, remedy)
 
 
 def count_zero() -> jax.Array:
@@ -489,7 +494,7 @@ def matching(call: str, argument: str, params: PyTree, tree: PyTree) -> list[Any
             f"must have the structure of params, {structure}, with a leaf or None for "
             "each parameter"
         )
-        raise ValueError(requirement(f"{call}({argument}=...)", rule, got)) from error
+        raise value_error(f"{call}({argument}=...)", rule, got) from error
 
 
 def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) -> None:
@@ -505,7 +510,7 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
             if not jax.tree_util.all_leaves([grad]):
                 rule = f"must have a leaf or None for {path_of(keys)}, as params have"
                 shown = str(jax.tree.structure(grad))
-                raise ValueError(requirement(f"{name}.step(grads=...)", rule, shown))
+                raise value_error(f"{name}.step(grads=...)", rule, shown)
             continue
         dtype = jnp.result_type(param)
         try:
@@ -514,14 +519,14 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
             argument = f"{name}.step(grads=...)"
             check_arrays(argument, grads, others=True)
             rule = f"must have an array or None for its parameter at {path_of(keys)}"
-            raise ValueError(requirement(argument, rule, quoted(grad))) from None
+            raise value_error(argument, rule, quoted(grad)) from None
         # Without masters a wider gradient would be rounded to the parameter's dtype.
         fits = got == dtype or (masters and _widens(dtype, got))
         if jnp.shape(grad) != jnp.shape(param) or not fits:
             argument = f"{name}.step(grads=...)"
             rule = f"must match its parameter at {path_of(keys)}, {described(param)}"
             rule += ", or be of a wider dtype" if masters else ""
-            raise ValueError(requirement(argument, rule, described(grad)))
+            raise value_error(argument, rule, described(grad))
 
 
 def _widens(dtype: DTypeLike, other: DTypeLike) -> bool:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jdist._compat import tracks_varying_axes, varying_axes
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import described, is_inexact, path_of
 
 _copied: ContextVar[frozenset[Hashable]] = ContextVar("copied", default=frozenset())
@@ -65,14 +65,14 @@ def check_leaf(
             "Step the others with another optimizer: `by_label({...}, labels)`. A "
             "stack of matrices is stepped by `jax.vmap` of `init` and `step`."
         )
-        raise ValueError(requirement(argument, rule, got, remedy))
+        raise value_error(argument, rule, got, remedy)
     if elementwise:
         return
     if jnp.issubdtype(jnp.result_type(param), jnp.complexfloating):
         rule = "must have real parameters only, as in torch"
         got = f"{described(param)} at {path_of(keys)}"
         remedy = "Step complex ones with another optimizer: `by_label({...}, labels)`."
-        raise ValueError(requirement(argument, rule, got, remedy))
+        raise value_error(argument, rule, got, remedy)
     axes = _axes_of_shards(param)
     if axes:
         rule = "must have whole parameters, as a step of each shard would be another"
@@ -86,7 +86,7 @@ def check_leaf(
             "`in_specs=PartitionSpec()` with `check_vma=True`, or step with "
             "`data_parallel.averaged(opt, axis_name)`."
         )
-        raise ValueError(requirement(argument, rule, got, remedy))
+        raise value_error(argument, rule, got, remedy)
 
 
 def _axes_of_shards(param: ArrayLike) -> list[Hashable]:

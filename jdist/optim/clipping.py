@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._compat import tracks_varying_axes, varying_axes
-from jdist._errors import requirement
+from jdist._errors import type_error, value_error
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -67,7 +67,7 @@ def clip_by_global_norm(
     leaves = {k: g for k, g in named_leaves(grads).items() if g is not None}
     if not leaves:
         rule = "must have at least one gradient"
-        raise ValueError(requirement(f"{call}(grads=...)", rule, grads))
+        raise value_error(f"{call}(grads=...)", rule, grads)
     for path, leaf in leaves.items():
         _check_leaf(f"{call}(grads=...)", path, leaf, axis_name)
     total = sum_of([square(jnp.asarray(leaf)) for leaf in leaves.values()])
@@ -113,7 +113,7 @@ def _check_leaf(argument: str, path: str, leaf: jax.Array, axis_name: Hashable) 
     if not is_inexact(leaf):
         kind = getattr(leaf, "dtype", None) or type_name(leaf)
         got = f"{kind} at {path}"
-        raise TypeError(requirement(argument, "must have floating leaves only", got))
+        raise type_error(argument, "must have floating leaves only", got)
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     # A replicated leaf would be counted once per member. Only shard_map with
     # check_vma tracks which values vary over an axis.
@@ -124,4 +124,4 @@ def _check_leaf(argument: str, path: str, leaf: jax.Array, axis_name: Hashable) 
             rule = f"must be divided over axis {axis!r}"
             got = f"a leaf at {path} that is the same on all its members"
             remedy = "Clip without axis_name where gradients are replicated."
-            raise ValueError(requirement(argument, rule, got, remedy))
+            raise value_error(argument, rule, got, remedy)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist._tree import PyTree, is_none, type_name
 from jdist.optim._hyperparameters import (
     UP_TO_1,
@@ -100,9 +100,7 @@ def with_ema(optimizer: Optimizer, decay: Number = 0.999) -> Optimizer:
         remedy = (
             "Put `with_master_weights` around it: with_master_weights(with_ema(..))."
         )
-        raise ValueError(
-            requirement("with_ema(optimizer=...)", rule, optimizer.name, remedy)
-        )
+        raise value_error("with_ema(optimizer=...)", rule, optimizer.name, remedy)
     own = {"decay": Hyperparameter("decay", decay, (UP_TO_1,))}
     own["decay"].check("with_ema", decay)
 
@@ -122,8 +120,7 @@ def with_ema(optimizer: Optimizer, decay: Number = 0.999) -> Optimizer:
     ) -> tuple[PyTree, EMAState]:
         if not isinstance(state, EMAState):
             rule = "must be what `init` or the last step returned"
-            got = type_name(state)
-            raise ValueError(requirement("with_ema.step(state=...)", rule, got))
+            raise value_error("with_ema.step(state=...)", rule, type_name(state))
         rest = dict(overrides)
         mine = {"decay": rest.pop("decay")} if "decay" in rest else {}
         check_overrides("with_ema.step", own, mine)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, type_error, value_error
 from jdist._tree import PyTree
 from jdist.optim._hyperparameters import Hyperparameter
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
@@ -79,7 +79,7 @@ def by_label(
         if not isinstance(state, Mapping) or set(state) != set(optimizers):
             rule = "must be what `init` or the last step returned"
             got = str(jax.tree.structure(state))
-            raise ValueError(requirement("by_label.step(state=...)", rule, got))
+            raise value_error("by_label.step(state=...)", rule, got)
         own = _by_optimizer(optimizers, overrides)
         structure: Any
         leaves, structure = jax.tree.flatten(params)
@@ -121,7 +121,7 @@ def _reader(
         for label in each:
             if not _is_known(label, optimizers):
                 rule = f"must hold labels of optimizers, {', '.join(optimizers)}"
-                raise ValueError(requirement("by_label(labels=...)", rule, label))
+                raise value_error("by_label(labels=...)", rule, label)
         return each
 
     return labels_for
@@ -149,8 +149,7 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
     rule = "must be a dict from labels to optimizers"
     check_type(argument, optimizers, Mapping, rule)
     if not optimizers:
-        rule = "must have at least one optimizer"
-        raise ValueError(requirement(argument, rule, optimizers))
+        raise value_error(argument, "must have at least one optimizer", optimizers)
     for label, opt in optimizers.items():
         check_optimizer(f"by_label(optimizers={{{label!r}: ...}})", opt)
         # Each label would check only its own gradients, so that one part of the model
@@ -158,7 +157,7 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
         if opt.loss_factor is not None:
             rule = f"must have no loss scale of its own at {label!r}"
             remedy = "Put `with_master_weights` around `by_label`."
-            raise ValueError(requirement(argument, rule, opt.name, remedy))
+            raise value_error(argument, rule, opt.name, remedy)
 
 
 def _only(label: str, found: list[str], params: PyTree, tree: PyTree) -> PyTree:
@@ -183,12 +182,12 @@ def _by_optimizer(
             known = ", ".join(_union(optimizers))
             rule = f"has no hyperparameter {name!r} to override in any optimizer"
             remedy = f"There are {known or 'none'}."
-            raise TypeError(requirement("by_label.step", rule, value, remedy))
+            raise type_error("by_label.step", rule, value, remedy)
         # Only for optimizers that have it: SGD's momentum is no error in Adam's group.
         values = value if isinstance(value, Mapping) else dict.fromkeys(holders, value)
         for label, one in values.items():
             if label not in holders:
                 rule = f"must name labels that have it, {', '.join(holders)}"
-                raise ValueError(requirement(f"by_label.step({name}=...)", rule, label))
+                raise value_error(f"by_label.step({name}=...)", rule, label)
             own[label][name] = one
     return own

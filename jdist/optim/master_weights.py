@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._errors import quoted, requirement
+from jdist._errors import quoted, type_error, value_error
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -257,9 +257,7 @@ def _check_inner(call: str, optimizer: Optimizer) -> None:
     check_optimizer(f"{call}(optimizer=...)", optimizer)
     if optimizer.name == call:
         rule, remedy = "must not have masters already", "Wrap it once."
-        raise ValueError(
-            requirement(f"{call}(optimizer=...)", rule, optimizer.name, remedy)
-        )
+        raise value_error(f"{call}(optimizer=...)", rule, optimizer.name, remedy)
 
 
 def _floating(argument: str, given: DTypeLike) -> np.dtype:
@@ -271,9 +269,9 @@ def _floating(argument: str, given: DTypeLike) -> np.dtype:
             raise TypeError
         dtype = jnp.dtype(given)
     except TypeError:
-        raise TypeError(requirement(argument, rule, quoted(given))) from None
+        raise type_error(argument, rule, quoted(given)) from None
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(requirement(argument, rule, dtype.name))
+        raise value_error(argument, rule, dtype.name)
     return dtype
 
 
@@ -295,7 +293,7 @@ def _checked(argument: str, state: PyTree) -> MasterState:
     if isinstance(state, MasterState):
         return state
     rule = "must be what `init` or the last step returned"
-    raise ValueError(requirement(argument, rule, type_name(state)))
+    raise value_error(argument, rule, type_name(state))
 
 
 def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
@@ -309,7 +307,7 @@ def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
                 f"`compute_copies(params, jnp.{dtype})`. A trainer's `init` takes them "
                 "in full precision, and does both."
             )
-            raise ValueError(requirement(f"{call}.step(params=...)", rule, got, remedy))
+            raise value_error(f"{call}.step(params=...)", rule, got, remedy)
 
 
 def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jdist._errors import Unavailable, check_sequence, requirement
+from jdist._errors import Unavailable, check_sequence, type_error, value_error
 from jdist._tree import PyTree, is_inexact, merge, path_of, split_inexact, wide_dtype
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
@@ -55,7 +55,7 @@ def as_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
         if params is None:
             argument = f"as_optax({optimizer.name}).update(params=...)"
             remedy = "Pass the parameters as third argument."
-            raise ValueError(requirement(argument, "must be given", None, remedy))
+            raise value_error(argument, "must be given", None, remedy)
         # All links of a chain get the same arguments, so that others' are ignored here.
         mine = {k: v for k, v in extra.items() if k in optimizer.hyperparameters}
         # By abstract evaluation, which allocates nothing.
@@ -65,7 +65,7 @@ def as_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
             argument = f"as_optax({optimizer.name}).update(state=...)"
             rule = f"must be the {structure.num_leaves} arrays that `init` or the last "
             rule += "update returned for these parameters"
-            raise ValueError(requirement(argument, rule, f"{len(leaves)}"))
+            raise value_error(argument, rule, f"{len(leaves)}")
         own = structure.unflatten(leaves)
         moves, own = optimizer.updates(params, updates, own, **mine)
         return moves, _flat(own)
@@ -110,7 +110,7 @@ def from_optax(
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         rule = "must be an optax transformation, with init and update"
-        raise TypeError(requirement("from_optax(tx=...)", rule, tx))
+        raise type_error("from_optax(tx=...)", rule, tx)
     rule = "must be a sequence of names"
     check_sequence("from_optax(extra_args=...)", extra_args, str, rule)
     call = "from_optax(tx).step"
@@ -133,7 +133,7 @@ def from_optax(
                     "optax's hyperparameters are inside its functions: use an optax "
                     "schedule, or name in extra_args what `tx.update` takes."
                 )
-                raise TypeError(requirement(call, rule, name, remedy))
+                raise type_error(call, rule, name, remedy)
         floating, rest = split_inexact(params)
         shown = _floating_gradients(call, params, grads)
         moves, state = tx.update(shown, state, floating, **overrides)
@@ -163,7 +163,7 @@ def _floating_gradients(call: str, params: PyTree, grads: PyTree) -> PyTree:
                 "per group, or one of jdist's own."
             )
             rule = "must have a gradient for every parameter"
-            raise ValueError(requirement(f"{call}(grads=...)", rule, got, remedy))
+            raise value_error(f"{call}(grads=...)", rule, got, remedy)
         kept.append(grad if is_inexact(param) else None)
     return jax.tree.unflatten(structure, kept)
 

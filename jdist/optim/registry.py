@@ -23,7 +23,7 @@ from typing import (
     get_type_hints,
 )
 
-from jdist._errors import check_function, check_type, requirement
+from jdist._errors import check_function, check_type, requirement, value_error
 from jdist._tree import type_name
 from jdist.optim._hyperparameters import (
     A_NUMBER,
@@ -145,8 +145,7 @@ def _unnamed(name: str, value: object, first: str) -> str:
     remedy = f"Parameters are given to `init`: `{name}(...).init(params)`."
     if callable(value) or isinstance(value, NUMERIC):
         got, remedy = repr(value), f"Say `{name}({first}=...)`."
-    rule = "takes its hyperparameters by name"
-    return requirement(f"{name}(...)", rule, got, remedy)
+    return requirement(f"{name}(...)", "takes its hyperparameters by name", got, remedy)
 
 
 def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) -> None:
@@ -182,4 +181,4 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
     if _constructors.setdefault(name, constructor) is not constructor:
         rule = "must be a name that is free"
         remedy = "It belongs to another constructor; choose another name."
-        raise ValueError(requirement(f"{call}(name=...)", rule, name, remedy))
+        raise value_error(f"{call}(name=...)", rule, name, remedy)
