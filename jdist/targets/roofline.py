@@ -1,7 +1,7 @@
 """Roofline estimate of a step's time: operations over peak, bytes over bandwidth."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from jdist.targets import arithmetic, collectives
 from jdist.targets.chips import Chip
@@ -63,14 +63,8 @@ class Cost:
     """Loops whose length the program decides as it runs; each was counted once."""
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-            self.compute + other.compute,
-            self.kernels + other.kernels,
-            self.collectives + other.collectives,
-            self.unknown_loops + other.unknown_loops,
-        )
+        names = [field.name for field in fields(Cost)]
+        return Cost(*[getattr(self, name) + getattr(other, name) for name in names])
 
     def times(self, count: int) -> "Cost":
         """The cost of `count` runs."""

@@ -121,7 +121,7 @@ def elastic_cluster(
     options = RpcOptions() if options is None else options
     check_options("elastic_cluster(options=...)", options)
     with current.becoming():
-        group = _ElasticGroup(0, FunctionTable(allow), options)
+        group = _Meeting(0, FunctionTable(allow), options)
         group.join(name)
     with _as_the_first_of(lambda: group.agents):
         yield group.join
@@ -173,43 +173,37 @@ class _Meeting:
       world_size: How many they are; 0 for an elastic group.
       functions: The functions that they may call on each other.
       options: For all of them.
+
+    Attributes:
+      agents: The workers that have joined one by one, in an elastic group.
     """
 
     def __init__(
         self, world_size: int, functions: FunctionTable, options: RpcOptions
     ) -> None:
+        self._made_of = functions, options
         self._world_size = world_size
-        self._functions = functions
-        self._options = options
         self._hub = Hub()
         # A hub of its own: a worker may have the coordinator's name.
         self._at = InProcessTransport(NAME, Hub())
         # One process: no worker can fall silent alone.
         self.coordinator = make_coordinator(self._at, world_size, options, beats=False)
+        self.agents: list[Agent] = []
+        self._lock = threading.Lock()
 
     def begin(self, info: WorkerInfo, device: jax.Device) -> tuple[Agent, Future[None]]:
         """Makes a worker and begins its join; the future is done once it has joined."""
+        functions, options = self._made_of
         name = transport_name(info.name, self._world_size)
         transport = InProcessTransport(name, self._hub, device)
-        options = dataclasses.replace(self._options, device=device)
-        agent = make_agent(info, transport, self._functions, options)
+        options = dataclasses.replace(options, device=device)
+        agent = make_agent(info, transport, functions, options)
         agent.group = CoordinatorClient(agent, self._at.connect_from(name), beats=False)
         seconds = options.join_timeout
         return agent, agent.group.join(info.id, self._world_size, seconds)
 
-
-class _ElasticGroup(_Meeting):
-    """The rendezvous of a group that workers join one by one."""
-
-    def __init__(
-        self, world_size: int, functions: FunctionTable, options: RpcOptions
-    ) -> None:
-        super().__init__(world_size, functions, options)
-        self.agents: list[Agent] = []
-        self._lock = threading.Lock()
-
     def join(self, name: str, device: jax.Device | None = None) -> WorkerInfo:
-        """Adds a worker; see `elastic_cluster`."""
+        """Adds a worker to an elastic group; see `elastic_cluster`."""
         with self._lock:
             self.agents = [agent for agent in self.agents if not agent.closed]
             ranks = {agent.info.id for agent in self.agents}
