@@ -22,7 +22,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
-from jdist._errors import check_flags, check_type, quoted, requirement
+from jdist._errors import (
+    check_flags,
+    check_type,
+    quoted,
+    requirement,
+    type_error,
+    value_error,
+)
 
 Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 """A number, a scalar array, or a schedule from the step count to either."""
@@ -79,7 +86,7 @@ class Hyperparameter:
             return
         if not isinstance(value, Sequence) or len(value) != len(self.rules):
             rule = f"must be a sequence of {len(self.rules)} numbers"
-            raise TypeError(requirement(argument, rule, quoted(value)))
+            raise type_error(argument, rule, quoted(value))
         for index, entry in enumerate(value):
             name = f"{self.name}[{index}]"
             _check_number(f"{call}({name}=...)", self.rules[index], entry)
@@ -94,9 +101,7 @@ class Hyperparameter:
             rule = "must be a number: without a schedule at construction no steps are "
             rule += "counted"
             remedy = "Give a schedule to the constructor, or its value to the step."
-            raise ValueError(
-                requirement(f"{call}({self.name}=...)", rule, value, remedy)
-            )
+            raise value_error(f"{call}({self.name}=...)", rule, value, remedy)
         argument = f"{call}({self.name}=...)"
         if len(self.rules) > 1:
             resolved = tuple(_at(argument, entry, count, dtype) for entry in value)
@@ -156,7 +161,7 @@ def check_overrides(
         # does not have.
         if specs[name].fixed:
             rule = f"cannot be overridden in a step: {specs[name].fixed}"
-            raise ValueError(requirement(f"{call}({name}=...)", rule, value))
+            raise value_error(f"{call}({name}=...)", rule, value)
         specs[name].check(call, value)
 
 
@@ -214,10 +219,10 @@ def check_scalar(
     # `bool` is an int, and no number.
     if isinstance(value, bool) or not isinstance(value, NUMERIC):
         of_text = "`float` converts it to a number." if isinstance(value, str) else ""
-        raise TypeError(requirement(argument, kind, quoted(value), of_text))
+        raise type_error(argument, kind, quoted(value), of_text)
     if np.shape(value) != ():
         got = f"an array of shape {np.shape(value)}"
-        raise ValueError(requirement(argument, "must be a scalar", got, remedy))
+        raise value_error(argument, "must be a scalar", got, remedy)
     # The value of a tracer is unknown.
     if not is_traced(value) and not rule.holds(value):
-        raise ValueError(requirement(argument, rule.says, value))
+        raise value_error(argument, rule.says, value)
