@@ -31,7 +31,6 @@ from jdist._compat.programs import (
     loop_of,
     no_cotangent,
     part_of,
-    parts_of_wrapped,
     picks_by_row,
     reads,
     rewritten,

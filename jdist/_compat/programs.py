@@ -90,11 +90,6 @@ def with_inner_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> Jax
     return equation.replace(params=params)
 
 
-def parts_of_wrapped(value: Any) -> list[Any]:
-    """The parts of a `WRAPPED_FUNCTION`, functions among them."""
-    return [value.f, value.f_transformed, *value.transforms]
-
-
 def rewritten(
     program: ClosedJaxpr, arguments: Sequence[Any], rewrite: Rewrite
 ) -> ClosedJaxpr:

@@ -569,6 +569,45 @@ def context_variable(first):
 
 
 @kind
+def method_of_a_list(first):
+    held = [first]
+    get = held.__getitem__
+    return (lambda p, x: p * x * get(0)), lambda v: held.__setitem__(0, v)
+
+
+@kind
+def view_of_a_dict(first):
+    d = {"k": first}
+    view = types.MappingProxyType(d)
+    return (lambda p, x: p * x * view["k"]), functools.partial(d.__setitem__, "k")
+
+
+@kind
+def attribute_of_a_module_in_a_package(first):
+    package = types.ModuleType("foreign")
+    package.inner = types.ModuleType("foreign.inner")
+    package.inner.k = first
+    return (lambda p, x: p * x * package.inner.k), setter(package.inner, "k")
+
+
+@kind
+def descriptor_that_deletes_only(first):
+    class Descriptor:
+        def __get__(self, owner, kind):
+            return GLOBAL
+
+        def __delete__(self, owner):
+            pass
+
+    class Config:
+        k = Descriptor()
+
+    thing, (_, change) = Config(), global_variable(first)
+    vars(thing)["k"] = 5.0
+    return (lambda p, x: p * x * thing.k), change
+
+
+@kind
 def thread_local(first):
     return held(threading.local(), first)
 

@@ -16,7 +16,7 @@ from jdist.segment._lookup.cache import VERSIONS
 from jdist.segment._lookup.contents import (
     MOST_BYTES,
     MOST_VALUES,
-    _Reader,
+    Contents,
     contents_of,
 )
 from jdist.segment._segment import CACHE
@@ -56,7 +56,7 @@ def arrays(rng):
 def counted(monkeypatch):
     """Values and bytes that were read to find compiled functions."""
     found = types.SimpleNamespace(values=0, bytes=0)
-    value_read, digest = _Reader._value, hashlib.blake2b
+    value_read, digest = Contents._value, hashlib.blake2b
 
     def counting(self, part, value):
         found.values += 1
@@ -66,7 +66,7 @@ def counted(monkeypatch):
         found.bytes += len(data)
         return digest(data, **options)
 
-    monkeypatch.setattr(_Reader, "_value", counting)
+    monkeypatch.setattr(Contents, "_value", counting)
     monkeypatch.setattr("hashlib.blake2b", hashing)
     return found
 

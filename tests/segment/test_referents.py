@@ -92,3 +92,56 @@ def test_others_may_change_what_is_read(name):
         done.set()
         writer.join()
         sys.setswitchinterval(interval)
+
+
+class Slots:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a = 1.0
+
+    def move(self):
+        self.b = self.a
+        del self.a
+
+
+def with_keywords(*, a=1.0, b=2.0):
+    return a, b
+
+
+def exchange(fn):
+    a, b = fn.__kwdefaults__.values()
+    fn.__kwdefaults__ = {"b": a, "a": b}
+
+
+# A thing, and a change of the places of what it holds, not of what that is.
+EXCHANGES = {
+    "key": (lambda: {"a": 1.0}, lambda x: x.update(b=x.pop("a"))),
+    "order of keys": (
+        lambda: collections.OrderedDict(a=1.0, b=2.0),
+        lambda x: x.move_to_end("a"),
+    ),
+    "order of a deque": (lambda: collections.deque([1, 2]), lambda x: x.rotate()),
+    "slot": (Slots, Slots.move),
+    "attribute": (
+        lambda: types.SimpleNamespace(a=1.0),
+        lambda x: vars(x).update(b=vars(x).pop("a")),
+    ),
+    "class": (
+        lambda: type("Config", (), {})(),
+        lambda x: setattr(x, "__class__", type("Config", (), {})),
+    ),
+    "default": (lambda: with_keywords, exchange),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_an_exchange_is_seen(name):
+    """Of objects that are still there, in another place."""
+    make, change = EXCHANGES[name]
+    held = make()
+    contents = contents_of(lambda x: (held, x), "f")
+    assert contents.complete
+    assert contents.hold()
+    change(held)
+    assert not contents.hold()

@@ -2,13 +2,14 @@
 
 A script makes a new distributed optimizer for each model, and many trainers may make
 the same one for the same parameters. Compiling a step takes as long as a thousand
-steps, so a compiled optimizer is cached by its constructor, the arguments, and all that
-the constructor's code refers to, as compiled segments are. State is never shared.
+steps, so a compiled optimizer is cached by its constructor, as long as nothing changes
+that its code refers to, and by the arguments: plain values, and other objects by
+identity. State is never shared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,35 +55,6 @@ def compiled_optimizer(
       ValueError: It makes one with a loss scale.
       Exception: What it raises.
     """
-    values = (*args, *kwargs.values())
-    ours = getattr(factory, "__module__", "").startswith("jdist.optim.")
-    # A constructor of jdist's cannot change, so that names and numbers are its key.
-    if ours and all(type(value) in _PLAIN for value in values):
-        return _of_numbers(factory, tuple(kwargs), values, tuple(map(type, values)))
-    return _by_contents(factory, args, kwargs)
-
-
-_PLAIN = {float, int, bool, type(None)}
-
-
-@lru_cache(maxsize=256)
-def _of_numbers(
-    factory: Callable[..., Any],
-    names: tuple[str, ...],
-    values: tuple[Any, ...],
-    types: tuple[type, ...],
-) -> CompiledOptimizer:
-    """Compiles an optimizer of jdist whose arguments are numbers, with a fast cache."""
-    # Nothing that it refers to changes, and to read all that takes longer than a step.
-    # `types` is part of the key: 1 and True are equal, and not both are learning rates.
-    split = len(values) - len(names)
-    named = dict(zip(names, values[split:], strict=True))
-    return _by_contents(factory, values[:split], named)
-
-
-def _by_contents(
-    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> CompiledOptimizer:
     make = partial(factory, *args, **kwargs)
     reads = factory, *args, *kwargs.items()
     return _CACHE.get(reads, (), lambda contents: _program(make, contents))

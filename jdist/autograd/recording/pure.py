@@ -274,6 +274,7 @@ ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
 _COMPILED: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
+_ARGUMENTS: "FunctionCache[_StaticFunction]" = FunctionCache("apply", size=256)
 _LIBRARY: LRUCache[int, PureFunction] = LRUCache(1024)
 """Functions of libraries by their ids, which are theirs as long as they are here."""
 
@@ -309,18 +310,26 @@ def _take(
     if isinstance(leaf, Constant):
         return _StaticArgument(leaf, leaf, leaf)
     if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
-        return _static_by_contents(leaf)
+        _refuse_closure(leaf)
+        return _ARGUMENTS.get(
+            leaf, (), lambda contents: _StaticFunction(leaf, contents)
+        )
     key = _key(leaf)
     return _StaticArgument(leaf, key, key)
 
 
-def _static_by_contents(leaf: PyTree) -> _StaticArgument:
-    """Makes a function or class part of the compiled function."""
-    _refuse_closure(leaf)
-    contents = contents_of(leaf, "apply")
-    # Contents that cannot be read equal no others, so each call traces.
-    key = (contents, contents.places) if contents.complete else object()
-    return _StaticArgument(leaf, key, contents.code)
+class _StaticFunction(_StaticArgument):
+    """A function or class as part of the compiled function, until it changes.
+
+    Attributes:
+      contents: What it reads.
+    """
+
+    __slots__ = ("contents",)
+
+    def __init__(self, value: PyTree, contents: Contents) -> None:
+        super().__init__(value, object(), contents.code)
+        self.contents = contents
 
 
 def _key(leaf: object) -> Hashable:
@@ -340,7 +349,7 @@ def _key_of_end(end: SupportsInt | None) -> int | None:
     return None if end is None else int(end)
 
 
-def _refuse_closure(fn: PureCallable) -> None:
+def _refuse_closure(fn: Any) -> None:
     """Refuses recorded values in a closure, which would get no gradient."""
     cells = getattr(fn, "__closure__", None) or ()
     for cell in cells:

@@ -1,7 +1,7 @@
 """Compiled functions found again: the same function, or the same program.
 
 - `bytecode`: the variables and attributes that a function's code can read.
-- `guards`, `contents`: all that a function reads, and whether it is still the same.
+- `guards`, `contents`: all that a function reads, and whether it was replaced since.
 - `program_key`: a traced program as a key.
 - `traced`: the traced programs of one version of a function.
 - `cache`: bounded maps from functions and programs to what is compiled of them.

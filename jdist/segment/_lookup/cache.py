@@ -3,8 +3,8 @@
 A lambda written in a loop is a new object in each iteration, and `jax.jit` compiles
 each new object. Here compiled functions are found in two ways:
 
-1. `FunctionCache`: the same function, which reads the same values (`contents`), is not
-   traced again.
+1. `FunctionCache`: the same function, of which nothing that it reads has been replaced
+   (`contents`), is not traced again.
 2. `ProgramVersions`: any other function is traced, and is compiled only if its program
    is a new one (`program_key`). A trace costs a thousandth of a compilation and cannot
    be wrong, since the program contains all that the trace has read. Neither a value
@@ -21,9 +21,9 @@ are bounded and drop the least recently used entry; entries handed out stay vali
 
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
@@ -35,34 +35,22 @@ from jdist.segment._lookup.contents import (
     Contents,
     SameObject,
     contents_of,
+    key_of,
 )
 
 Entry = TypeVar("Entry", bound="Compiled")
-Shapes = tuple[tuple[int, ...], ...]
 PATIENCE = 3
 """Number of versions of one code object at which a recompilation warning is issued."""
 
 PATIENCE_WITH_MODELS = 16
 """The same for parts of models, several of which a program may build on purpose."""
 
-
 PATIENCE_WITH_SIZES = 8
 """Number of sizes of one dimension at which a recompilation warning is issued."""
-
-_MOST_SHAPES = 63
-"""Number of earlier shapes kept besides the newest, for later comparisons."""
 
 
 class RecompilationWarning(UserWarning):
     """One function is compiled repeatedly, for changed values or changed sizes."""
-
-
-@dataclass(slots=True)
-class _History:
-    """The number of versions of one code object, and the contents of the last one."""
-
-    versions: int
-    last: Contents
 
 
 class Compiled(Protocol):
@@ -84,9 +72,6 @@ class FunctionCache(Generic[Entry]):
     def __init__(self, user: str, size: int) -> None:
         self.user = user
         self._entries: LRUCache[Hashable, Entry] = LRUCache(size)
-        # By function object, with its latest contents: to check its guards is cheaper
-        # than to read it. An entry that is used is never evicted from here.
-        self._latest: LRUCache[Hashable, Entry] = LRUCache(size)
 
     def get(
         self,
@@ -97,27 +82,17 @@ class FunctionCache(Generic[Entry]):
         """The entry of a function and options; `build(contents)` makes a new one.
 
         In place of a function, a tuple of values may be given, a function the first. A
-        function is the same if all that it reads has equal values, and is held by the
-        same objects: one that changes, changes for all who have found it. A function
-        that cannot be read completely gets a new entry each time.
+        function of which something that it reads was replaced, or cannot be read, gets
+        a new entry.
 
         Raises:
           TypeError: `fn` refers to a traced value.
         """
-        this = SameObject(fn), options
-        found = self._latest.get(this)
-        if found is not None and found.contents.complete and found.contents.hold():
-            return found
-        contents = contents_of(fn, self.user)
-        if not contents.complete:
-            return build(contents)
-        key = contents, contents.places, options
+        key = _same(fn), options
         found = self._entries.get(key)
-        # It may have been traced first after a change.
-        if found is None or found.contents != contents:
-            found = build(contents)
+        if found is None or not (found.contents.complete and found.contents.hold()):
+            found = build(contents_of(fn, self.user))
             self._entries.put(key, found)
-        self._latest.put(this, found)
         return found
 
     def __len__(self) -> int:
@@ -126,37 +101,15 @@ class FunctionCache(Generic[Entry]):
     def clear(self) -> None:
         """Removes all entries; those handed out stay valid."""
         self._entries.clear()
-        self._latest.clear()
 
 
-class _Sizes:
-    """The shapes for which one function was compiled.
-
-    Attributes:
-      seen: The shapes of all arguments, one entry for each compilation, oldest first.
-      warned: Whether the warning has been issued.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[Shapes] = []
-        self.warned = False
-
-    def along_one_axis(self, shapes: Shapes) -> list[Shapes]:
-        """The largest group of seen shapes that differ from these in one same axis."""
-        by_axis: dict[int, list[Shapes]] = {}
-        # By axis: a ragged batch varies along one axis, a model of several sizes along
-        # many.
-        for other in self.seen:
-            pairs = zip(shapes, other, strict=True)
-            axes = {
-                axis
-                for one, two in pairs
-                for axis in range(len(one))
-                if one[axis] != two[axis]
-            }
-            if len(axes) == 1:
-                by_axis.setdefault(axes.pop(), []).append(other)
-        return max(by_axis.values(), key=len, default=[])
+def _same(fn: object) -> Hashable:
+    """A key of a function by identity; methods and tuples are made anew each time."""
+    if isinstance(fn, types.MethodType):
+        return _same(fn.__func__), SameObject(fn.__self__)
+    if type(fn) is tuple:
+        return tuple(map(_same, fn))
+    return SameObject(fn) if callable(fn) else key_of(fn)
 
 
 class ProgramVersions:
@@ -168,8 +121,10 @@ class ProgramVersions:
 
     def __init__(self, size: int) -> None:
         self._entries: LRUCache[Hashable, Any] = LRUCache(size)
-        self._histories: LRUCache[Hashable, _History] = LRUCache(size)
-        self._sizes: LRUCache[Hashable, _Sizes] = LRUCache(size)
+        # By code, the number of versions, and what the last one read.
+        self._histories: LRUCache[Hashable, tuple[int, Contents]] = LRUCache(size)
+        # By code, and by shapes but for one axis, all these shapes.
+        self._sizes: LRUCache[Hashable, list[Any]] = LRUCache(4 * size)
         # Makes counting atomic; each map has a lock of its own.
         self._lock = threading.Lock()
 
@@ -192,16 +147,10 @@ class ProgramVersions:
           entry: The new entry, about to be compiled.
           patience: See `note`.
         """
-        key = (user, contents.code, case, program)
-        # `get_or_make` does not say whether it has made something.
-        compiles: list[Any] = []
-
-        def new() -> Any:
-            compiles.append(entry)
-            return entry
-
-        found = self._entries.get_or_make(key, new)
-        if compiles:
+        found = self._entries.get_or_make(
+            (user, contents.code, case, program), lambda: entry
+        )
+        if found is entry:
             self.note(user, contents, case, patience)
         return found
 
@@ -211,22 +160,17 @@ class ProgramVersions:
         """Counts a compilation of a code object; warns once there are `patience`."""
         key = (user, contents.code, case)
         with self._lock:
-            # Removed and put back, so that the code object compiled now is the last to
-            # be evicted.
-            before = self._histories.pop(key)
-            versions = 1 if before is None else before.versions + 1
-            self._histories.put(key, _History(versions, contents))
+            versions, before = self._histories.get(key) or (0, contents)
+            self._histories.put(key, (versions + 1, contents))
         # Once, at the limit, and not at every version after it.
-        if before is None or versions != patience:
-            return
-        changed = "; ".join(contents.changes_since(before.last))
-        warning = (
-            f"{user} compiles {contents.name} for the {_ordinal(patience)} time, "
-            f"because what it refers to changed: {changed}. Each version costs a "
-            f"compilation. "
-            f"Pass what changes as an input, or write the function outside the loop."
-        )
-        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
+        if versions + 1 == patience:
+            changed = "; ".join(contents.changes_since(before))
+            _warn(
+                f"{user} compiles {contents.name} for the {_ordinal(patience)} time, "
+                f"because what it refers to changed: {changed}. Each version costs a "
+                "compilation. Pass what changes as an input, or write the function "
+                "outside the loop."
+            )
 
     def note_sizes(
         self, user: str, contents: Contents, label: Hashable, arrays: Sequence[Any]
@@ -239,30 +183,31 @@ class ProgramVersions:
           label: Further part of the key; see `segment`.
           arrays: Shapes and dtypes of its arguments.
         """
-        kinds = tuple((str(x.dtype), len(x.shape)) for x in arrays)
-        shapes = tuple(tuple(x.shape) for x in arrays)
-        key = (user, contents.code, label, kinds)
-        with self._lock:
-            sizes = self._sizes.get_or_make(key, _Sizes)
-            # A program that was evicted is compiled again for sizes already counted.
-            if sizes.warned or shapes in sizes.seen:
-                return
-            others = sizes.along_one_axis(shapes)
-            sizes.seen = [*sizes.seen[-_MOST_SHAPES:], shapes]
-            sizes.warned = len(others) + 1 >= PATIENCE_WITH_SIZES
-            if not sizes.warned:
-                return
-        differ = [i for i, shape in enumerate(shapes) if shape != others[-1][i]]
-        told = " then ".join(
-            ", ".join(_size(arrays[i], each[i]) for i in differ)
-            for each in (*others[-2:], shapes)
-        )
-        warning = (
-            f"{user} compiles {contents.name} for the {_ordinal(PATIENCE_WITH_SIZES)} "
-            f"size of one dimension: {told}. Each size costs a compilation. Pad it to "
-            "a few sizes, and give what is added no weight in the loss."
-        )
-        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
+        shapes = [x.shape for x in arrays]
+        # By axis: a ragged batch varies along one axis, a model of several sizes along
+        # many.
+        for axis in range(max(map(len, shapes), default=0)):
+            rest = tuple([(str(x.dtype), _without(axis, x.shape)) for x in arrays])
+            key = (user, contents.code, label, axis, rest)
+            with self._lock:
+                seen = self._sizes.get_or_make(key, list)
+                # A program that was evicted is compiled again for sizes already
+                # counted. Once, at the limit, and not at every size after it.
+                if shapes in seen or len(seen) >= PATIENCE_WITH_SIZES:
+                    continue
+                seen.append(shapes)
+            if len(seen) == PATIENCE_WITH_SIZES:
+                differ = [i for i, x in enumerate(shapes) if x != seen[-2][i]]
+                told = " then ".join(
+                    ", ".join(_size(arrays[i], each[i]) for i in differ)
+                    for each in seen[-3:]
+                )
+                _warn(
+                    f"{user} compiles {contents.name} for the "
+                    f"{_ordinal(PATIENCE_WITH_SIZES)} size of one dimension: {told}. "
+                    "Each size costs a compilation. Pad it to a few sizes, and give "
+                    "what is added no weight in the loss."
+                )
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -277,6 +222,10 @@ VERSIONS = ProgramVersions(size=256)
 """The programs of all functions that segments, autograd and pipelines compile."""
 
 
+def _without(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (len(shape), *shape[:axis], *shape[axis + 1 :])
+
+
 def _size(array: Shaped, shape: tuple[int, ...]) -> str:
     return abbreviated(jax.ShapeDtypeStruct(shape, array.dtype))
 
@@ -285,13 +234,13 @@ def _ordinal(number: int) -> str:
     return f"{number}{'rd' if number == 3 else 'th'}"
 
 
-def _users_level() -> int:
-    """The `stacklevel` at which a warning points to the user's line."""
-    level, frame = 1, sys._getframe(1)
+def _warn(message: str) -> None:
+    """Issues a warning at the user's line."""
+    level, frame = 1, sys._getframe()
+    # Frames of jdist, JAX and Flax stand between the warning and the user's line.
     while frame.f_back is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        # Frames of jdist, JAX and Flax stand between the warning and the user's line.
         if package not in FIXED_PACKAGES:
             break
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(message, RecompilationWarning, stacklevel=level)

@@ -6,9 +6,7 @@ knows and with the new one for others, in one run. Here each call checks guards.
 fail, the function is traced anew, and compiled if its program is another one:
 
     guards hold?  -- yes -->  the compiled function
-        | no
-    contents equal?  -- yes -->  the compiled function
-        | no, or they cannot be read completely and shapes are new
+        | no, or something cannot be read and shapes are new
     program for these shapes as before?  -- yes -->  the compiled function
         | no
     another version is compiled
@@ -30,12 +28,8 @@ from jdist.segment._lookup.traced import signature_of
 _MOST_VERSIONS = 16
 _SIGNATURES = 256
 
-_comparing = threading.local()
-"""Has `on` in a thread that asks for the known program of a version."""
-
-
-class _NotTraced(Exception):
-    """Raised where a version would have to be traced to tell its program."""
+_thread = threading.local()
+"""Has `traced` in a thread that has traced a version."""
 
 
 class GuardedJit:
@@ -62,6 +56,7 @@ class GuardedJit:
         reads = {name: x for name, x in reads.items() if x is not None}
         # A function that JAX jits may read what is being traced.
         self._reads = Watched(reads, user)
+        # Oldest first.
         self._versions = [self._version()]
         # None as long as the contents are complete and as they were: then every trace
         # of the only version is of these contents.
@@ -104,28 +99,30 @@ class GuardedJit:
             signature = signature_of(arguments)
             found = self._by_signature.get(signature)
             if found is None:
-                found = self._compared(arguments)
+                found = self._compared(arguments, self._by_signature)
                 self._by_signature.put(signature, found)
             return found
 
-    def _compared(self, arguments: tuple[Any, ...]) -> Any:
+    def _compared(
+        self, arguments: tuple[Any, ...], known: LRUCache[Hashable, Any]
+    ) -> Any:
         """The version, perhaps a new one, with the present program of these shapes."""
-        known = {each: _known_program(each, arguments) for each in self._versions}
-        if not any(known.values()):
-            # What cannot be read may have changed as well: as this trace is of today,
-            # those of other shapes are compared when they are used next.
-            if self._by_signature is not None:
-                self._by_signature.clear()
-            return self._versions[0]
-        fresh = self._version()
-        program = identity_of(fresh.trace(*arguments).jaxpr)
-        # Rather than in a new one, it is compiled in one that lacks these shapes: one
-        # change makes one version, for all shapes.
-        for wanted in (program, None):
-            for version, of_it in known.items():
-                if of_it == wanted:
-                    return version
-        self._versions = [fresh, *self._versions[: _MOST_VERSIONS - 1]]
+        fresh = program = None
+        for version in self._versions:
+            # JAX runs the function only where it knows no trace of these shapes.
+            _thread.traced = False
+            found = version.trace(*arguments)
+            if _thread.traced:
+                # Of today, so that no other is needed. What cannot be read may have
+                # changed as well: other shapes are compared when they are used next.
+                known.clear()
+                return version
+            if fresh is None:
+                fresh = self._version()
+                program = identity_of(fresh.trace(*arguments).jaxpr)
+            if identity_of(found.jaxpr) == program:
+                return version
+        self._versions = [*self._versions[1 - _MOST_VERSIONS :], fresh]
         assert self._reads.contents is not None
         VERSIONS.note(self._user, self._reads.contents, self._which)
         return fresh
@@ -134,26 +131,11 @@ class GuardedJit:
         # A function object of its own, by which JAX finds traces again.
         @functools.wraps(self._fn)
         def run(*arguments: Any) -> Any:
-            if getattr(_comparing, "on", False):
-                raise _NotTraced
             found = self._fn(*arguments)
             # After the trace, which may write to what it reads, as one that counts
             # traces does.
             self._reads.note()
+            _thread.traced = True
             return found
 
         return jax.jit(run, **self._options)
-
-
-def _known_program(version: Any, arguments: tuple[Any, ...]) -> Hashable:
-    """The program that a version was traced to for these arguments; else None."""
-    # JAX has no public way to look into its cache of traces. It calls the function only
-    # where the cache has no trace, and the exception then ends this one: a trace would
-    # read the values of today, and pass for the program of another day.
-    _comparing.on = True
-    try:
-        return identity_of(version.trace(*arguments).jaxpr)
-    except _NotTraced:
-        return None
-    finally:
-        _comparing.on = False

@@ -1,19 +1,20 @@
 """Guards: a cheap check that nothing has changed of what a function reads.
 
 To read all that in every call would take longer than a small step. Where it is read
-once, each thing that may change is noted with what was found there. The check reads
-these things again and compares by identity; NumPy arrays, which can be written to, by
-their bytes.
+once, each thing that may change is noted with what was found there. The check finds it
+again and compares by identity; NumPy arrays, which can be written to, by their bytes.
 """
 
+import collections
 import functools
+import gc
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from operator import is_
+from collections.abc import Callable, Mapping
+from operator import attrgetter, is_
 from typing import Any
 
+import jax
 import numpy as np
 
 Read = Callable[[Any], tuple[Any, ...]]
@@ -22,16 +23,23 @@ Read = Callable[[Any], tuple[Any, ...]]
 MISSING = object()
 """What is found where there is nothing."""
 
+JITTED: Any = type(jax.jit(abs))
+BOUND = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
+CONTAINERS = (list, dict, tuple, set, frozenset, collections.deque)
+IN_C = (
+    slice, types.MappingProxyType, functools.partial, staticmethod, classmethod,
+    property, *BOUND, *CONTAINERS,
+)  # fmt: skip
+"""Types written in C of which the garbage collector sees all that they refer to."""
+
 
 class Guards:
     """What was found at each thing that may change."""
 
-    __slots__ = ("_arrays", "_cells", "_functions", "_names", "_things")
+    __slots__ = ("_arrays", "_names", "_things")
 
     def __init__(self) -> None:
         self._names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._cells: list[tuple[types.CellType, Any]] = []
-        self._functions: list[tuple[Any, ...]] = []
         self._things: list[tuple[Read, Any, tuple[Any, ...]]] = []
         self._arrays: list[tuple[np.ndarray, tuple[Any, ...]]] = []
 
@@ -41,26 +49,16 @@ class Guards:
         self._names.append((space, name, found))
         return found
 
-    def see_cell(self, cell: types.CellType) -> Any:
-        """Notes and returns the value of a closure's variable."""
-        found = _in_cell(cell)
-        self._cells.append((cell, found))
-        return found
-
-    def see_function(self, fn: types.FunctionType) -> None:
-        """Notes code, defaults (not those of keywords, in a dict) and attributes."""
-        fixed = fn.__code__, fn.__defaults__, fn.__kwdefaults__
-        self._functions.append((fn, *fixed, _attributes(fn)))
-
     def see(self, read: Read, thing: Any) -> tuple[Any, ...]:
         """Notes and returns what `read(thing)` finds."""
         found = read(thing)
         self._things.append((read, thing, found))
         return found
 
-    def see_array(self, array: np.ndarray) -> None:
-        """Notes the bytes of an array."""
+    def see_array(self, array: Any) -> tuple[Any, ...]:
+        """Notes and returns the shape, dtype and bytes of an array or a scalar."""
         self._arrays.append((array, _bytes_of(array)))
+        return self._arrays[-1][1]
 
     def hold(self) -> bool:
         """Whether the same objects, and arrays of the same bytes, are still there."""
@@ -69,60 +67,53 @@ class Guards:
         for space, name, found in self._names:
             if space.get(name, MISSING) is not found:
                 return False
-        for cell, found in self._cells:
-            if _in_cell(cell) is not found:
-                return False
-        for fn, code, defaults, keywords, own in self._functions:
-            if (
-                fn.__code__ is not code
-                or fn.__defaults__ is not defaults
-                or fn.__kwdefaults__ is not keywords
-                or ((own or fn.__dict__) and not _same(_attributes(fn), own))
-            ):
-                return False
-        for read, thing, found in self._things:
-            if not _same(read(thing), found):
+        for read, thing, was in self._things:
+            now = read(thing)
+            if len(now) != len(was) or not all(map(is_, now, was)):
                 return False
         # Most functions read none, and a generator would cost as much as all the rest.
         return not self._arrays or all(_bytes_of(x) == was for x, was in self._arrays)
 
 
-def _same(now: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
-    return len(now) == len(found) and all(map(is_, now, found))
-
-
-def _bytes_of(array: np.ndarray) -> tuple[Any, ...]:
+def _bytes_of(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.tobytes()
 
 
 # --- what can be read at a thing ---
 
 
-def in_cells(cells: Iterable[types.CellType]) -> list[Any]:
-    """The values of closures' variables."""
-    return list(map(_in_cell, cells))
+def in_function(fn: types.FunctionType) -> tuple[Any, ...]:
+    """Code, defaults, variables of closures, and attributes."""
+    own, keywords = fn.__dict__, fn.__kwdefaults__
+    if not (own or keywords or fn.__closure__):
+        return fn.__code__, fn.__defaults__
+    found = [fn.__code__, fn.__defaults__, *in_cells(fn)]
+    for named in (keywords, own):
+        if named:
+            found += named
+            found += named.values()
+    return tuple(found)
 
 
-def _in_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # A variable that is not assigned.
-        return MISSING
-
-
-def _attributes(fn: types.FunctionType) -> tuple[Any, ...]:
-    return *fn.__dict__, *fn.__dict__.values()
+def in_cells(fn: types.FunctionType) -> list[Any]:
+    """The values of the variables of a closure."""
+    found = []
+    for cell in fn.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # A variable that is not assigned.
+            found.append(MISSING)
+    return found
 
 
 def at_name(named: tuple[object, str]) -> tuple[Any, ...]:
-    """An attribute: in the object, and in its class."""
+    """An attribute: in its class, in the object, and in a slot."""
     value, name = named
     kind = type(value)
     raw = in_class(kind, name)
     own = getattr(value, "__dict__", {}).get(name, MISSING)
-    if isinstance(raw, types.MemberDescriptorType):
-        return kind, raw, own, in_slot(raw, value)
-    return kind, raw, own
+    slot = in_slot(raw, value) if isinstance(raw, types.MemberDescriptorType) else None
+    return kind, raw, own, slot
 
 
 def in_class_body(kind: type) -> tuple[Any, ...]:
@@ -130,54 +121,47 @@ def in_class_body(kind: type) -> tuple[Any, ...]:
     return kind.__mro__, *vars(kind), *vars(kind).values()
 
 
-def in_mapping(value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """What makes missing values, keys, and values."""
-    return getattr(value, "default_factory", None), *value, *value.values()
-
-
-def in_deque(value: "deque[Any]") -> tuple[Any, ...]:
-    """What it drops next depends on its length."""
-    return value.maxlen, *value
-
-
-def in_partial(fn: "functools.partial[Any]") -> tuple[Any, ...]:
-    """Its function and arguments."""
-    return fn.func, *fn.args, *fn.keywords, *fn.keywords.values()
-
-
-def in_reference(value: "weakref.ref[Any]") -> tuple[Any, ...]:
-    """What a weak reference leads to."""
-    return (value(),)
+def in_attributes(value: Any) -> tuple[Any, ...]:
+    """The class of an object, and its attributes."""
+    own = value.__dict__
+    return type(value), *own, *own.values()
 
 
 def in_object(value: Any) -> tuple[Any, ...]:
-    """Attributes of an object, by name, and what it holds as a container."""
+    """The class of an object, its attributes, and what it holds as a container."""
     kind: Any = type(value)
     own = getattr(value, "__dict__", {})
-    slots = [in_slot(slot, value) for slot in _slots(kind).values()]
-    found = kind, *own, *own.values(), *slots
-    if isinstance(value, dict):
-        return *found, *value, *dict.values(value)
-    inside = isinstance(value, list | tuple | set | frozenset)
-    return (*found, *value) if inside else found
+    slots = [in_slot(slot, value) for slot in _slots(kind)]
+    found = [kind, *own, *own.values(), *slots]
+    if issubclass(kind, dict):
+        found += value
+    if issubclass(kind, IN_C):
+        found += [x for x in gc.get_referents(value) if x is not own and x is not kind]
+    return tuple(found)
 
 
-def state_of(value: object) -> dict[str, Any]:
-    """The attributes that an object has: those in its dict and in its slots."""
-    kind: Any = type(value)
-    slots = {name: in_slot(slot, value) for name, slot in _slots(kind).items()}
-    found = {name: x for name, x in slots.items() if x is not MISSING}
-    return {**found, **getattr(value, "__dict__", {})}
+_READERS: dict[type, Read] = {
+    dict: lambda mapping: (*mapping, *mapping.values()),
+    **dict.fromkeys((list, tuple, set, frozenset, collections.deque), tuple),
+    functools.partial: attrgetter("func", "args", "keywords", "__dict__"),
+    # Without caches, and without callbacks.
+    JITTED: lambda fn: (fn.__wrapped__,),
+    weakref.ReferenceType: lambda reference: (reference(),),
+}
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> dict[str, Any]:
-    return {
-        name: raw
-        for each in reversed(kind.__mro__)
-        for name, raw in vars(each).items()
-        if isinstance(raw, types.MemberDescriptorType)
-    }
+def reader_of(kind: type) -> Read:
+    """How to find all that values of a type refer to."""
+    plain = kind.__dictoffset__ and not _slots(kind) and not issubclass(kind, IN_C)
+    return _READERS.get(kind, in_attributes if plain else in_object)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> list[types.MemberDescriptorType]:
+    bodies = [vars(x) for x in kind.__mro__ if "__slots__" in vars(x)]
+    raws = [raw for body in bodies for raw in body.values()]
+    return [raw for raw in raws if isinstance(raw, types.MemberDescriptorType)]
 
 
 def in_slot(slot: types.MemberDescriptorType, value: object) -> object:

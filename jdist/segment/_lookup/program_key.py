@@ -18,20 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jdist._compat import (
-    STATIC_ARGUMENT,
-    WRAPPED_FUNCTION,
-    parts_of_wrapped,
-)
+from jdist._compat import STATIC_ARGUMENT, WRAPPED_FUNCTION
+from jdist.segment._lookup import guards
 from jdist.segment._lookup.contents import (
-    FIXED_PACKAGES,
     MOST_BYTES,
     SameObject,
     contents_of,
+    is_method,
+    of_library,
 )
+from jdist.segment._lookup.guards import BOUND, CONTAINERS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def identity_of(program: ClosedJaxpr) -> Hashable:
@@ -46,10 +44,6 @@ def likeness_of(program: ClosedJaxpr) -> Hashable:
     # Changed functions are refused by it: what cannot be compared, such as a callback,
     # is left out.
     return _Writer(certain=False).closed(program)
-
-
-def _calls_host(equation: JaxprEqn) -> bool:
-    return "callback" in equation.primitive.name
 
 
 class _Writer:
@@ -75,7 +69,7 @@ class _Writer:
         # Sorted: their order is that of the keyword arguments in the call to `bind`.
         params = sorted(equation.params.items())
         # Callables in the parameters of a callback count by identity: see `_callable`.
-        self._host = _calls_host(equation)
+        self._host = "callback" in equation.primitive.name
         return (
             equation.primitive.name,
             self._read(equation.invars),
@@ -123,12 +117,12 @@ class _Writer:
 
     def _other(self, value: object) -> Hashable:
         """The key of a parameter of any other type."""
-        if callable(value) and not isinstance(value, type):
-            return self._callable(value)
         kind: Any = type(value)
+        if callable(value) or isinstance(value, WRAPPED_FUNCTION):
+            return self._callable(value)
         # Such as JAX's dimension numbers: libraries' types with an equality of values.
-        ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
-        if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+        comparable = kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
+        if of_library(kind) and comparable:
             return kind, value
         # The safe side of each use: never equal by mistake, never changed by mistake.
         return SameObject(value) if self._certain else kind
@@ -137,16 +131,15 @@ class _Writer:
         if not self._certain:
             return "callable"
         if self._host:
-            return tuple([_referents(each) for each in _users_functions(fn)])
-        keys: list[Hashable] = []
-        for each in _users_parts(fn):
-            # A `nondiff_argnums` argument decides what the rule computes.
-            if isinstance(each, STATIC_ARGUMENT):
-                keys.append(self._parameter(each.val))
-                continue
-            contents = contents_of(each, "segment")
-            keys.append(contents if contents.complete else object())
-        return tuple(keys)
+            return tuple([_referents(each) for each in users_parts(fn)])
+        return tuple([self._rule(each) for each in users_parts(fn)])
+
+    def _rule(self, part: Any) -> Hashable:
+        # A `nondiff_argnums` argument decides what the rule computes.
+        if isinstance(part, STATIC_ARGUMENT):
+            return self._parameter(part.val)
+        contents = contents_of(part, "segment")
+        return contents.key() if contents.complete else object()
 
 
 _PARAMETERS: tuple[tuple[Any, Callable[[_Writer, Any], Hashable]], ...] = (
@@ -157,7 +150,6 @@ _PARAMETERS: tuple[tuple[Any, Callable[[_Writer, Any], Hashable]], ...] = (
     (tuple | list, lambda w, x: (type(x), tuple([w._parameter(y) for y in x]))),
     (dict, lambda w, x: tuple([(k, w._parameter(y)) for k, y in x.items()])),
     (np.ndarray | np.generic | jax.Array, _Writer._constant),
-    ((*_FUNCTIONS, WRAPPED_FUNCTION), _Writer._callable),
     (object, _Writer._other),
 )
 
@@ -168,69 +160,35 @@ def _bits(array: np.ndarray) -> Hashable:
     return array.dtype, array.shape, digest
 
 
-def _users_functions(fn: object) -> Iterator[Callable[..., Any]]:
-    """The user's functions among all that a callable refers to."""
-    return (part for part in _users_parts(fn) if callable(part))
-
-
-def _users_parts(fn: object) -> Iterator[Any]:
+def users_parts(fn: object) -> Iterator[Any]:
     """The user's functions among all that a callable refers to, and the arguments that
     it holds for them."""
-    waiting, met = [fn], {id(None)}
+    waiting, met = [fn], {}
     while waiting:
         value = waiting.pop()
+        is_function = callable(value) and not isinstance(value, type)
         if id(value) in met:
             continue
-        met.add(id(value))
-        is_function = callable(value) and not isinstance(value, type)
-        users = is_function and not _of_library(value)
-        if users or isinstance(value, STATIC_ARGUMENT):
+        met[id(value)] = value
+        if isinstance(value, STATIC_ARGUMENT) or (is_function and _of_user(value)):
             yield value
-        else:
-            waiting += _inside(value)
+        elif isinstance(value, types.FunctionType):
+            waiting += guards.in_cells(value)
+        elif is_function or isinstance(value, tuple | list | WRAPPED_FUNCTION):
+            waiting += guards.in_object(value)
 
 
-def _of_library(value: object) -> bool:
-    if isinstance(value, types.FunctionType):
-        module = str(value.__globals__.get("__name__"))
-        return module.partition(".")[0] in FIXED_PACKAGES
-    if isinstance(value, types.MethodType):
-        return _of_library(value.__func__) and _of_library(value.__self__)
-    if isinstance(value, types.BuiltinFunctionType):  # Such as a list's `append`.
-        return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
-    return type(value).__module__.partition(".")[0] in FIXED_PACKAGES
+def _of_user(fn: Any) -> bool:
+    if isinstance(fn, BOUND) and hasattr(fn, "__self__"):
+        # Such as a list's `append`.
+        own = is_method(fn) and not of_library(type(fn.__self__))
+        return own or isinstance(fn.__self__, CONTAINERS) or _of_user(type(fn))
+    return not of_library(fn if isinstance(fn, types.FunctionType) else type(fn))
 
 
-def _inside(value: object) -> list[Any]:
-    """The objects that a library's callable, or a tuple, refers to."""
-    if isinstance(value, tuple | list):
-        return list(value)
-    if isinstance(value, WRAPPED_FUNCTION):
-        return parts_of_wrapped(value)
-    if isinstance(value, types.FunctionType):
-        return [_content(cell) for cell in value.__closure__ or ()]
-    if not callable(value) or isinstance(value, type):
-        return []
-    named = [getattr(value, name, None) for name in ("func", "args", "__self__")]
-    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *named, *slots]
-
-
-def _referents(fn: object) -> Hashable:
+def _referents(fn: Any) -> Hashable:
     """The key of a function: its code, and the identity of what it refers to."""
-    if isinstance(fn, types.MethodType):
-        return _referents(fn.__func__), SameObject(fn.__self__)
-    if isinstance(fn, types.BuiltinFunctionType):
-        return fn.__name__, SameObject(fn.__self__)
-    if not isinstance(fn, types.FunctionType):
-        return SameObject(fn)
-    cells = [_content(cell) for cell in fn.__closure__ or ()]
-    held = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    return fn.__code__, SameObject(fn.__globals__), tuple(map(SameObject, held))
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # A variable that is not assigned.
-        return None
+    if isinstance(fn, BOUND):
+        return getattr(fn, "__func__", fn.__name__), SameObject(fn.__self__)
+    inside = guards.in_function(fn) if isinstance(fn, types.FunctionType) else (fn,)
+    return tuple(map(SameObject, inside))
