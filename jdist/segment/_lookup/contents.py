@@ -214,6 +214,9 @@ class Contents:
         if fixed and READS in vars(fn):
             self._named("what it reads", vars(fn)[READS])
             return
+        if not fixed:
+            # Before it is read: what another thread replaces meanwhile is seen later.
+            self._guards.see(guards.in_function, fn)
         for name, value in _defaults(fn).items():
             self._named(f"default of `{name}`", value)
         # A library may read its variables in ways that its code does not show.
@@ -225,7 +228,6 @@ class Contents:
             own = local[code.co_varnames[0]] if code.co_argcount else whole
             self._variable("the object", "self", first, own)
         if not fixed:
-            self._guards.see(guards.in_function, fn)
             self._globals(fn, reads)
             # `functools.wraps` puts the wrapped function there, which the closure has
             # too.
