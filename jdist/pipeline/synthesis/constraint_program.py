@@ -1,15 +1,21 @@
 """The search for a schedule as a constraint program, solved by OR-Tools' CP-SAT.
 
-Every action is an interval. Those of a worker do not overlap, nor do the messages of a
-link; bytes are a cumulative resource; the makespan is minimized. Where all micro-
-batches cost the same, each stage takes them in turn. No schedule is lost: given any,
-call the k-th F, B and W of each stage those of micro-batch k. The k-th smallest end at
-a stage is no later than the k-th smallest start at the next, so that the schedule stays
-valid, and its makespan and its memory stay the same.
+Every action is an interval; those of a worker do not overlap, nor do the messages of a
+link; the makespan is minimized. Where memory is limited, or workers are chosen, each
+pair of actions that may share a worker has a literal, which says which is first. What a
+worker holds after an action is then linear in these literals. This proves optima
+where intervals that share a cumulative resource leave a gap, because orders of
+memory and of time are the same variables.
+
+Where all micro-batches cost the same, each stage takes them in turn. No schedule is
+lost: given any, call the k-th F, B and W of each stage those of micro-batch k. The
+k-th smallest end at a stage is no later than the k-th smallest start at the next, so
+that the schedule stays valid, and its makespan and its memory stay the same.
 """
 
 import math
 from collections import defaultdict
+from itertools import combinations, combinations_with_replacement, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +23,13 @@ import numpy as np
 from jdist._errors import Unavailable, extra
 from jdist.pipeline.schedule.actions import KINDS, Action
 from jdist.pipeline.synthesis.lower_bound import lower_bound
-from jdist.pipeline.synthesis.problem import SchedulingProblem
+from jdist.pipeline.synthesis.problem import Places, SchedulingProblem
 
 Starts = dict[Action, int]
 """The start of each action, in the problem's whole numbers."""
 
-THREADS = 8
-"""Strategies of CP-SAT at a time, as many as complement each other, on any machine."""
+THREADS = 4
+"""Strategies of CP-SAT at a time, on any machine; on two cores 8 prove less in time."""
 
 
 class Interval(NamedTuple):
@@ -31,14 +37,14 @@ class Interval(NamedTuple):
 
     start: Any
     end: Any
-    interval: Any
-    present: Any
-    """Whether there is such an action: no W follows a whole B."""
+    seconds: Any
+    split: Any
+    """Whether its micro-batch has a W; if not, W is empty, at the end of B."""
 
 
 def search(
     problem: SchedulingProblem, known: Starts, makespan: int, seconds: float
-) -> tuple[Starts, float]:
+) -> tuple[Starts, Places, float]:
     """The best schedule found in time, and a lower bound of all schedules.
 
     Args:
@@ -48,42 +54,60 @@ def search(
       seconds: When the search ends, if not by a proof.
 
     Returns:
-      The start of each action of a schedule, `known` if none is shorter; the bound.
+      The start of each action of a schedule, `known` if none is shorter; the worker of
+      each stage; the bound.
 
     Raises:
       Unavailable: OR-Tools is not installed.
     """
-    cp_model = solver_module()
-    model = cp_model.CpModel()
-    actions = _actions(model, problem, makespan)
-    _wait(model, problem, actions, makespan)
+    program = _Search(problem)
+    program.time(makespan)
     if problem.limit is not None:
-        _hold(model, problem, problem.limit, actions, makespan)
+        program.order()
+        program.hold(problem.limit)
     # Not above a whole number by an error of rounding.
     least = math.ceil(lower_bound(problem) - 1e-6)
-    total = model.new_int_var(least, makespan, "makespan")
-    for action, variables in actions.items():
-        model.add(variables.end <= total)
-        if action in known:
-            model.add_hint(variables.start, known[action])
-        if action.kind == "W" and not problem.always_split:
-            model.add_hint(variables.present, action in known)
-    model.minimize(total)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = THREADS
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return known, max(solver.best_objective_bound, least)
+    total = program.model.new_int_var(least, makespan, "makespan")
+    for own in program.actions.values():
+        program.model.add(own.end <= total)
+    program.model.add_hint(total, makespan)
+    program.hint(known)
+    program.model.minimize(total)
+    solver, is_found = solved(program.model, seconds)
+    if not is_found:
+        return known, problem.workers, max(solver.best_objective_bound, least)
     found = {
-        action: solver.value(variables.start)
-        for action, variables in actions.items()
-        if solver.value(variables.present)
+        action: solver.value(own.start)
+        for action, own in program.actions.items()
+        if action.kind != "W" or solver.value(own.split)
     }
-    return found, solver.best_objective_bound
+    return found, program.chosen(solver), solver.best_objective_bound
 
 
-def solver_module() -> Any:
-    """OR-Tools' module `cp_model`, which is imported for searches only.
+def roomiest(problem: SchedulingProblem, seconds: float) -> Places:
+    """Workers for stages whose micro-batches, one at a time, exceed the limits least.
+
+    Args:
+      problem: In whole numbers, with a limit.
+      seconds: The limit of time.
+
+    Raises:
+      Unavailable: OR-Tools is not installed.
+    """
+    program = _Search(problem)
+    sizes = (problem.weight_bytes + problem.activation_bytes).T
+    excess = program.model.new_int_var(0, int(sizes.sum()), "excess")
+    for (worker, limit), each in product(enumerate(np.array(problem.limit)), sizes):
+        pairs = zip(each, program.workers, strict=True)
+        held = sum(int(size) * there[worker] for size, there in pairs)
+        program.model.add(held <= int(limit) + excess)
+    program.model.minimize(excess)
+    solver, is_found = solved(program.model, seconds)
+    return program.chosen(solver) if is_found else problem.workers
+
+
+def new_model() -> Any:
+    """An empty constraint program; OR-Tools is imported for searches only.
 
     Raises:
       Unavailable: It is not installed.
@@ -93,75 +117,233 @@ def solver_module() -> Any:
     except ImportError as error:
         what = f"a search for a schedule needs OR-Tools: {extra('synthesize')}"
         raise Unavailable(what) from error
-    return cp_model
+    return cp_model.CpModel()
 
 
-def _actions(
-    model: Any, problem: SchedulingProblem, makespan: int
-) -> dict[Action, Interval]:
-    """Intervals of all actions, in each stage's order; no two of a worker overlap."""
-    stages, micro_batches = problem.shape
-    found, of_worker = {}, defaultdict(list)
-    for stage, i in ((s, i) for s in range(stages) for i in range(micro_batches)):
-        split = True if problem.always_split else model.new_bool_var("")
-        whole, inputs = int(problem.whole[stage, i]), int(problem.inputs[stage, i])
-        sizes = (
-            int(problem.forward[stage, i]),
-            whole + (inputs - whole) * split,
-            int(problem.params[stage, i]),
+def solved(model: Any, seconds: float) -> tuple[Any, bool]:
+    """The solver after a search of at most some seconds, and whether it has found."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = THREADS
+    # Of thousands of orders the default, thrice, takes longer than most of a search.
+    solver.parameters.probing_deterministic_time_limit = 0.1
+    return solver, solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+
+
+class _Search:
+    """Variables and rules of a search.
+
+    Attributes:
+      actions: Each action's interval.
+      workers: Of each stage, whether it has each worker that it may have.
+      together: Whether two stages, the first one first, may and do share a worker.
+      first: Whether an action is before another one, per pair that may share a worker.
+    """
+
+    def __init__(self, problem: SchedulingProblem) -> None:
+        """A program of the places of stages."""
+        self.problem = problem
+        self.alike = problem.alike
+        self.model = new_model()
+        self.always, self.never = map(self.model.new_constant, (1, 0))
+        self.actions: dict[Action, Interval] = {}
+        self.first: dict[tuple[Action, Action], Any] = {}
+        where = problem.workers
+        self.workers = [{worker: self.always} for worker in where]
+        pairs = combinations_with_replacement(range(len(where)), 2)
+        self.together = {(a, b): self.always for a, b in pairs if where[a] == where[b]}
+        if problem.placing != "given":
+            self._place(max(where) + 1)
+
+    def chosen(self, solver: Any) -> Places:
+        """The worker of each stage in a solution."""
+        return tuple(
+            next(worker for worker, there in own.items() if solver.value(there))
+            for own in self.workers
         )
-        for kind, size in zip(KINDS, sizes, strict=True):
-            start = model.new_int_var(0, makespan, "")
-            end = model.new_int_var(0, makespan, "")
-            present = split if kind == "W" else True
-            interval = model.new_optional_interval_var(start, size, end, present, "")
-            found[Action(kind, stage, i)] = Interval(start, end, interval, present)
-            of_worker[problem.workers[stage]].append(interval)
-    for intervals in of_worker.values():
-        model.add_no_overlap(intervals)
-    return found
 
+    def time(self, makespan: int) -> None:
+        """Actions that wait for others, and of which no two of a worker overlap."""
+        model, always = self.model, self.problem.always_split
+        for stage, i in product(*map(range, self.problem.shape)):
+            split = self.always if always else model.new_bool_var("")
+            sizes = self.problem.seconds(stage, i, split)
+            for kind, size in zip(KINDS, sizes, strict=True):
+                start, end = (model.new_int_var(0, makespan, "") for _ in range(2))
+                model.add(end == start + size)
+                made = Interval(start, end, size, split)
+                self.actions[Action(kind, stage, i)] = made
+            after = self.actions[Action("B", stage, i)].end
+            model.add(start == after).only_enforce_if(~split)
+        of_worker = defaultdict(list)
+        for action, (start, end, size, _) in self.actions.items():
+            for worker, there in self.workers[action.stage].items():
+                interval = model.new_optional_interval_var(start, size, end, there, "")
+                of_worker[worker].append(interval)
+        for intervals in of_worker.values():
+            model.add_no_overlap(intervals)
+        self._wait(makespan)
 
-def _wait(
-    model: Any,
-    problem: SchedulingProblem,
-    actions: dict[Action, Interval],
-    makespan: int,
-) -> None:
-    """Let actions wait for results of others, and micro-batches for those before."""
-    stages, alike = problem.shape[0], problem.alike
-    shortest = min(
-        table.min() for table in (problem.forward, problem.whole, problem.inputs)
-    )
-    # Otherwise each message of a worker has left before the next one is there.
-    queues = problem.sending.max(initial=0) > shortest
-    links = defaultdict(list)
-    for action, own in actions.items():
-        kind, stage, i = action
-        if alike and i:
-            before = actions[Action(kind, stage, i - 1)]
-            in_turn = model.add(own.start >= before.end)
-            if kind == "W" and not problem.always_split:
-                in_turn.only_enforce_if(own.present, before.present)
-        source = _source(action, stages)
-        if source is None:
-            continue
-        ready = actions[source].end
-        if source.stage != stage:
-            pair = min(stage, source.stage)
-            sending = int(problem.sending[pair, i])
-            if queues and sending:
-                begin = model.new_int_var(0, makespan, "")
-                model.add(begin >= ready)
-                link = (problem.workers[source.stage], problem.workers[stage])
-                links[link].append(
-                    model.new_fixed_size_interval_var(begin, sending, "")
-                )
-                ready = begin
-            ready = ready + sending + int(problem.latency[pair, i])
-        model.add(own.start >= ready)
-    for messages in links.values():
-        model.add_no_overlap(messages)
+    def _place(self, count: int) -> None:
+        """Stages on workers of the solver's choice."""
+        model, limit = self.model, self.problem.limit
+        stages, some = range(len(self.workers)), range(count)
+        own = [{w: model.new_bool_var("") for w in some} for _ in stages]
+        for stage, there in enumerate(own):
+            model.add_exactly_one(there.values())
+            model.add_hint(there[self.problem.workers[stage]], 1)
+            for worker in some[1:]:
+                # Workers of one limit are exchangeable: the first one comes first.
+                if limit is None or limit[worker - 1] == limit[worker]:
+                    before = [earlier[worker - 1] for earlier in own[:stage]]
+                    model.add_bool_or([~there[worker], *before])
+        balanced = self.problem.placing == "balanced"
+        for worker in some:
+            load = sum(there[worker] for there in own)
+            model.add(load == len(own) // count if balanced else load >= 1)
+        self.workers = own
+        for a, b in combinations(stages, 2):
+            self.together[a, b] = same = model.new_bool_var("")
+            for worker in some:
+                one, two = own[a][worker], own[b][worker]
+                model.add_bool_or([~one, ~two, same])
+                model.add_bool_or([~one, two, ~same])
+
+    def _wait(self, makespan: int) -> None:
+        """Let actions wait for results of others, and micro-batches for earlier ones.
+
+        If sending takes longer than the shortest action, links have queues. Otherwise
+        each message of a worker has left before the next one is there.
+        """
+        problem, model = self.problem, self.model
+        tables = problem.forward, problem.backward, problem.backward_inputs
+        queues = problem.sending.max(initial=0) > min(table.min() for table in tables)
+        links = defaultdict(list)
+        for action, own in self.actions.items():
+            kind, stage, i = action
+            if self.alike and i:
+                before = self.actions[Action(kind, stage, i - 1)]
+                in_turn = model.add(own.start >= before.end)
+                if kind == "W":
+                    in_turn.only_enforce_if(own.split, before.split)
+            source = _source(action, problem.shape[0])
+            if source is None:
+                continue
+            ready = self.actions[source].end
+            if source.stage != stage:
+                pair = min(stage, source.stage)
+                sending = int(problem.sending[pair, i])
+                if queues and sending:
+                    ready = model.new_int_var(0, makespan, "")
+                    model.add(ready >= self.actions[source].end)
+                    ends = self.workers[source.stage], self.workers[stage]
+                    for a, b in product(*ends):
+                        used = model.new_bool_var("")
+                        model.add_bool_or([~ends[0][a], ~ends[1][b], used])
+                        message = ready, sending, used, ""
+                        sent = model.new_optional_fixed_size_interval_var(*message)
+                        links[a, b].append(sent)
+                same = self.together.get((pair, pair + 1), 0)
+                ready = ready + (sending + int(problem.latency[pair, i])) * (1 - same)
+            model.add(own.start >= ready)
+        for (a, b), messages in links.items():
+            if a != b:
+                model.add_no_overlap(messages)
+
+    def hint(self, known: Starts) -> None:
+        """Begin with a schedule, of which all variables of a given placement follow."""
+        at = {}
+        for action, own in self.actions.items():
+            kind, stage, i = action
+            b, w = (action._replace(kind="B"), action._replace(kind="W"))
+            sizes = self.problem.seconds(stage, i, w in known)
+            start = known.get(action, known[b] + sizes[1])
+            self.model.add_hint(own.start, start)
+            self.model.add_hint(own.end, start + sizes[KINDS.index(kind)])
+            if action == w and own.split is not self.always:
+                self.model.add_hint(own.split, w in known)
+            # An empty W is before all that follows its B.
+            at[action] = known.get(action, known[b] + 0.5)
+        for a, b in combinations(self.actions, 2):
+            first = self.first.get((a, b), self.always)
+            if first is not self.always and first is not self.never:
+                self.model.add_hint(first, at[a] < at[b])
+
+    def order(self) -> None:
+        """Which action is first, for each pair that may share a worker."""
+        for one, two in combinations(self.actions, 2):
+            same = self.together.get((one.stage, two.stage))
+            if same is None:
+                continue
+            there = [self.actions[a].split for a in (one, two) if a.kind == "W"]
+            first, second = self.always, self.never
+            if _known(two, one, self.alike):
+                first, second = second, first
+            elif not _known(one, two, self.alike):
+                first = self.model.new_bool_var("")
+                second = ~first
+                for a, b, holds in ((one, two, first), (two, one, second)):
+                    apart = self.actions[a].end <= self.actions[b].start
+                    self.model.add(apart).only_enforce_if(holds, same, *there)
+            self.first[one, two], self.first[two, one] = first, second
+        for (a, b), first in self.first.items():
+            if first is not self.always:
+                self._follow(a, b)
+
+    def _follow(self, a: Action, b: Action) -> None:
+        """Let an action be first where a later one is.
+
+        These rules follow from the times. The solver needs them for its proofs.
+        """
+        kind, _, i = a
+        first, split = self.first[a, b], self.actions[a].split
+        later = [a._replace(kind=KINDS[KINDS.index(kind) + 1])] if kind != "W" else []
+        if self.alike and i + 1 < self.problem.shape[1]:
+            later.append(a._replace(micro_batch=i + 1))
+        for c in later:
+            if self.first.get((c, b), self.never) is not self.never:
+                # Only those W that exist are in turn.
+                there = [~self.actions[c].split] if kind == "W" else []
+                self.model.add_bool_or([~self.first[c, b], first, *there])
+        # An empty W is where its B is.
+        own = a._replace(kind="B")
+        if kind == "W" and b.kind != "W" and b != own:
+            self.model.add_bool_or([~self.first[own, b], first, split])
+
+    def hold(self, limit: np.ndarray) -> None:
+        """Keep what each worker holds after each action within its limit."""
+        for at in (action for action in self.actions if action.kind != "W"):
+            total = 0
+            for stage in range(len(self.workers)):
+                same = self.together.get((min(stage, at.stage), max(stage, at.stage)))
+                if same is self.always:
+                    total += self._held(stage, at)
+                elif same is not None:
+                    kept = self.model.new_int_var(0, int(limit.max()), "")
+                    held = self._held(stage, at)
+                    self.model.add(kept >= held).only_enforce_if(same)
+                    total += kept
+            own = self.workers[at.stage].items()
+            most = sum(int(limit[worker]) * there for worker, there in own)
+            self.model.add(total <= most)
+
+    def _held(self, stage: int, at: Action) -> Any:
+        """What a stage holds after an action of its worker."""
+        held = int(self.problem.weight_bytes[stage, 0])
+        for i in range(self.problem.shape[1]):
+            activation = int(self.problem.activation_bytes[stage, i])
+            pending = int(self.problem.pending_bytes[stage, i])
+            f, b, w = (Action(kind, stage, i) for kind in KINDS)
+            if at == f:
+                held += activation
+            elif at == b:
+                held += pending * self.actions[b].split
+            else:
+                held += activation * (self.first[f, at] - self.first[b, at])
+                held += pending * (self.first[b, at] - self.first[w, at])
+        return held
 
 
 def _source(action: Action, stages: int) -> Action | None:
@@ -174,26 +356,9 @@ def _source(action: Action, stages: int) -> Action | None:
     return Action("B", stage + 1, i) if stage < stages - 1 else Action("F", stage, i)
 
 
-def _hold(
-    model: Any,
-    problem: SchedulingProblem,
-    limit: np.ndarray,
-    actions: dict[Action, Interval],
-    makespan: int,
-) -> None:
-    """Keep what each worker holds within its limit."""
-    held = defaultdict(list)
-    for (kind, stage, i), own in actions.items():
-        if kind == "F":
-            continue
-        # From the start of F, not its end: nothing is given back in between, so that
-        # the same schedules fit, and the solver's bounds are closer.
-        table = problem.activation if kind == "B" else problem.pending
-        first = actions[Action("F", stage, i)].start
-        begin = first if kind == "B" else actions[Action("B", stage, i)].end
-        size = model.new_int_var(0, makespan, "")
-        kept = model.new_optional_interval_var(begin, size, own.end, own.present, "")
-        held[problem.workers[stage]].append((kept, int(table[stage, i])))
-    for worker, pairs in held.items():
-        intervals, amounts = zip(*pairs, strict=True)
-        model.add_cumulative(intervals, amounts, int(limit[worker]))
+def _known(one: Action, two: Action, alike: bool) -> bool:
+    """Whether an action is before another one of its stage in all schedules."""
+    if one.stage != two.stage or KINDS.index(one.kind) > KINDS.index(two.kind):
+        return False
+    i, j = one.micro_batch, two.micro_batch
+    return i <= j if alike else i == j

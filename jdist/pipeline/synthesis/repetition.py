@@ -12,8 +12,8 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from jdist.pipeline.schedule.actions import KINDS, Action
-from jdist.pipeline.synthesis.constraint_program import THREADS, Starts, solver_module
-from jdist.pipeline.synthesis.problem import SchedulingProblem
+from jdist.pipeline.synthesis.constraint_program import Starts, new_model, solved
+from jdist.pipeline.synthesis.problem import ACTIONS, SchedulingProblem
 
 Orders = dict[tuple[Action, Action], Any]
 """Whether the first action's phase is not after the second's, per pair of a worker."""
@@ -44,127 +44,103 @@ def repetition(
     Raises:
       Unavailable: OR-Tools is not installed.
     """
-    cp_model = solver_module()
-    model = cp_model.CpModel()
-    tables = (problem.forward, problem.whole, problem.inputs, problem.params)
-    # One micro-batch after the other, with room for the messages.
-    longest = sum(int(table.sum()) for table in (*tables, *2 * (problem.sending,)))
-    longest += 2 * int(problem.latency.sum())
-    period = model.new_int_var(1, longest, "period")
-    end = model.new_int_var(0, longest, "end")
-    splits = [model.new_bool_var("") for _ in problem.workers]
-    actions = _phases(model, problem, splits, period, longest)
-    for action, own in actions.items():
+    pattern = _Pattern(problem)
+    model, actions = pattern.model, pattern.actions
+    end = model.new_int_var(0, pattern.longest, "end")
+    for own in actions.values():
         model.add(own.start + own.seconds <= end)
-        if problem.always_split and action.kind == "W":
-            model.add(splits[action.stage] == 1)
     for worker in set(problem.workers):
         there = [a for a in actions if problem.workers[a.stage] == worker]
-        orders = _in_a_circle(model, actions, there, splits, period)
+        orders = pattern.in_a_circle(there)
         if problem.limit is not None:
-            limit = int(problem.limit[worker])
-            _hold(model, problem, limit, actions, orders, splits)
-    model.minimize((micro_batches - 1) * period + end)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = THREADS
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            pattern.hold(int(problem.limit[worker]), there, orders)
+    model.minimize((micro_batches - 1) * pattern.period + end)
+    solver, is_found = solved(model, seconds)
+    if not is_found:
         return None
     found = {
         action: solver.value(own.start)
         for action, own in actions.items()
-        if action.kind != "W" or solver.value(splits[action.stage])
+        if action.kind != "W" or solver.value(pattern.splits[action.stage])
     }
-    return found, solver.value(period)
+    return found, solver.value(pattern.period)
 
 
-def _phases(
-    model: Any, problem: SchedulingProblem, splits: list[Any], period: Any, longest: int
-) -> dict[Action, Phase]:
-    """The actions of a micro-batch, each after those that it waits for."""
-    found, last = {}, len(splits) - 1
-    delay = [int(d) for d in (problem.sending + problem.latency)[:, 0]]
-    for stage, split in enumerate(splits):
-        forward, whole, inputs, params = (
-            int(table[stage, 0])
-            for table in (
-                problem.forward,
-                problem.whole,
-                problem.inputs,
-                problem.params,
-            )
-        )
-        sizes = (forward, whole + (inputs - whole) * split, params * split)
-        for kind, size in zip(KINDS, sizes, strict=True):
-            periods = model.new_int_var(0, 2 * last + 2, "")
-            phase, start = (model.new_int_var(0, longest, "") for _ in range(2))
-            whole_periods = model.new_int_var(0, longest, "")
-            model.add_multiplication_equality(whole_periods, [periods, period])
-            model.add(start == whole_periods + phase)
-            model.add(phase < period)
-            found[Action(kind, stage, 0)] = Phase(periods, phase, start, size)
-    for stage, split in enumerate(splits):
-        f, b, w = (found[Action(kind, stage, 0)] for kind in KINDS)
-        if stage:
-            before = found[Action("F", stage - 1, 0)]
-            model.add(f.start >= before.start + before.seconds + delay[stage - 1])
-        after = found[Action("B", stage + 1, 0)] if stage < last else f
-        waits = delay[stage] if stage < last else 0
-        model.add(b.start >= after.start + after.seconds + waits)
-        model.add(w.start >= b.start + b.seconds).only_enforce_if(split)
-        # Where there is no W it stands for nothing, at the same time as its B.
-        model.add(w.start == b.start).only_enforce_if(~split)
-        model.add(w.periods == b.periods).only_enforce_if(~split)
-    return found
+class _Pattern:
+    """Variables and rules of a pattern.
 
+    Attributes:
+      longest: One micro-batch after the other, with room for the messages.
+      period: The variable of the period.
+      splits: Whether there is a W, per stage.
+      actions: The actions of a micro-batch, each after those that it waits for.
+    """
 
-def _in_a_circle(
-    model: Any,
-    actions: dict[Action, Phase],
-    own: list[Action],
-    splits: list[Any],
-    period: Any,
-) -> Orders:
-    """Keep the phases of a worker's actions apart, and say in which order they are."""
-    orders: Orders = {(action, action): 1 for action in own}
-    for first, second in combinations(own, 2):
-        earlier = model.new_bool_var("")
-        orders[first, second], orders[second, first] = earlier, 1 - earlier
-        there = [splits[a.stage] for a in (first, second) if a.kind == "W"]
-        one, two = actions[first], actions[second]
-        for a, b, holds in ((one, two, earlier), (two, one, ~earlier)):
-            apart = (
-                a.phase + a.seconds <= b.phase,
-                b.phase + b.seconds <= a.phase + period,
-            )
-            for rule in apart:
-                model.add(rule).only_enforce_if([holds, *there])
-    return orders
+    def __init__(self, problem: SchedulingProblem) -> None:
+        """Actions of a micro-batch, but no rule of workers."""
+        self.problem = problem
+        self.model = model = new_model()
+        names = *ACTIONS, "sending", "sending", "latency", "latency"
+        self.longest = sum(int(getattr(problem, name).sum()) for name in names)
+        self.period = model.new_int_var(1, self.longest, "period")
+        always = int(problem.always_split)
+        self.splits = [model.new_int_var(always, 1, "") for _ in problem.workers]
+        self.actions: dict[Action, Phase] = {}
+        last = len(self.splits) - 1
+        for stage, split in enumerate(self.splits):
+            sizes = problem.seconds(stage, 0, split)
+            for kind, size in zip(KINDS, sizes, strict=True):
+                periods = model.new_int_var(0, 2 * last + 2, "")
+                phase, start, whole_periods = (
+                    model.new_int_var(0, self.longest, "") for _ in range(3)
+                )
+                model.add_multiplication_equality(whole_periods, [periods, self.period])
+                model.add(start == whole_periods + phase)
+                model.add(phase < self.period)
+                made = Phase(periods, phase, start, size)
+                self.actions[Action(kind, stage, 0)] = made
+        delay = [int(d) for d in (problem.sending + problem.latency)[:, 0]]
+        for stage, split in enumerate(self.splits):
+            f, b, w = (self.actions[Action(kind, stage, 0)] for kind in KINDS)
+            if stage:
+                before = self.actions[Action("F", stage - 1, 0)]
+                model.add(f.start >= before.start + before.seconds + delay[stage - 1])
+            after = self.actions[Action("B", stage + 1, 0)] if stage < last else f
+            waits = delay[stage] if stage < last else 0
+            model.add(b.start >= after.start + after.seconds + waits)
+            model.add(w.start >= b.start + b.seconds).only_enforce_if(split)
+            # Where there is no W it stands for nothing, at the same time as its B.
+            model.add(w.start == b.start).only_enforce_if(~split)
+            model.add(w.periods == b.periods).only_enforce_if(~split)
 
+    def in_a_circle(self, own: list[Action]) -> Orders:
+        """Keep the phases of a worker's actions apart, and say how they are ordered."""
+        orders: Orders = {(action, action): 1 for action in own}
+        for first, second in combinations(own, 2):
+            earlier = self.model.new_bool_var("")
+            orders[first, second], orders[second, first] = earlier, 1 - earlier
+            there = [self.splits[a.stage] for a in (first, second) if a.kind == "W"]
+            one, two = self.actions[first], self.actions[second]
+            for a, b, holds in ((one, two, earlier), (two, one, ~earlier)):
+                around = b.phase + b.seconds <= a.phase + self.period
+                for rule in (a.phase + a.seconds <= b.phase, around):
+                    self.model.add(rule).only_enforce_if([holds, *there])
+        return orders
 
-def _hold(
-    model: Any,
-    problem: SchedulingProblem,
-    limit: int,
-    actions: dict[Action, Phase],
-    orders: Orders,
-    splits: list[Any],
-) -> None:
-    """Keep what a worker holds after each of its actions within its limit."""
-    own = {action for action, _ in orders}
-    for at in own:
-        held = 0
-        for stage in {action.stage for action in own}:
-            f, b, w = (Action(kind, stage, 0) for kind in KINDS)
-            # How many more have begun than ended: whole periods, and this one.
-            flight = actions[b].periods - actions[f].periods
-            flight += orders[f, at] - orders[b, at]
-            pending = actions[w].periods - actions[b].periods
-            pending += orders[b, at] - orders[w, at]
-            held += int(problem.activation[stage, 0]) * flight
-            held += int(problem.pending[stage, 0]) * pending
-            # Without a W nothing is pending, whatever the order.
-            tied = orders[b, at] == orders[w, at] if at not in (b, w) else None
-            none = orders[b, w] == 0 if tied is None else tied
-            model.add(none).only_enforce_if(~splits[stage])
-        model.add(held <= limit)
+    def hold(self, limit: int, own: list[Action], orders: Orders) -> None:
+        """Keep what a worker holds after each of its actions within its limit."""
+        for at in own:
+            held = 0
+            for stage in {action.stage for action in own}:
+                f, b, w = (Action(kind, stage, 0) for kind in KINDS)
+                # How many more have begun than ended: whole periods, and this one.
+                begun, turned, ended = (
+                    orders[a, at] - self.actions[a].periods for a in (f, b, w)
+                )
+                held += int(self.problem.activation_bytes[stage, 0]) * (begun - turned)
+                held += int(self.problem.pending_bytes[stage, 0]) * (turned - ended)
+                # Without a W nothing is pending, whatever the order.
+                tied = orders[b, at] == orders[w, at] if at not in (b, w) else None
+                none = orders[b, w] == 0 if tied is None else tied
+                self.model.add(none).only_enforce_if(~self.splits[stage])
+            self.model.add(held <= limit)

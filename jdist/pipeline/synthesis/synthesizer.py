@@ -28,13 +28,14 @@ from jdist.pipeline.schedules.zbv import zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble
 from jdist.pipeline.simulation.costs import Costs
 from jdist.pipeline.simulation.simulator import simulate
-from jdist.pipeline.synthesis.constraint_program import Starts, search
+from jdist.pipeline.synthesis.constraint_program import Starts, roomiest, search
 from jdist.pipeline.synthesis.lower_bound import lower_bound
-from jdist.pipeline.synthesis.problem import SchedulingProblem
+from jdist.pipeline.synthesis.problem import ACTIONS, Places, SchedulingProblem
 from jdist.pipeline.synthesis.repetition import repetition
 
-Placing = Literal["looped", "v"]
-"""Chunks of worker j: stages j, n + j, 2n + j .. or j, 2n - 1 - j, 2n + j .."""
+Placement = Literal["looped", "v", "balanced", "free"]
+"""Chunks of worker j: stages j, n + j, 2n + j .. or j, 2n - 1 - j, 2n + j ..; or those
+that the solver chooses, as many for each worker, or at least one."""
 
 
 SEARCHED = 2000
@@ -48,8 +49,8 @@ class Found:
     Attributes:
       schedule: The schedule.
       makespan: Its seconds, those of `simulate(schedule, costs)`.
-      lower_bound: Seconds below which no schedule of the same placement and memory
-        ends; see `synthesize`.
+      lower_bound: Seconds below which no schedule of the same memory and the same
+        places, or any if they were chosen, ends; see `synthesize`.
       peak: Bytes of weights and activations of each worker, as `simulate` counts them.
     """
 
@@ -70,7 +71,7 @@ def synthesize(
     workers: int,
     micro_batches: int,
     chunks: int = 1,
-    placement: Placing | Sequence[int] = "looped",
+    placement: Placement | Sequence[int] = "looped",
     memory: float | Sequence[float] | None = None,
     seconds: float = 60.0,
 ) -> Found:
@@ -78,10 +79,11 @@ def synthesize(
 
     A solver begins with the best family of this placement that fits, and improves it
     until it has proved that nothing is better, or its time is over. It decides for each
-    backward pass whether it is split. It does not run where the best family is known to
-    be optimal. More than 2000 actions of equal micro-batches repeat a pattern: the
-    solver looks for one with a short period (modulo scheduling), and the bound is that
-    of the first three below.
+    backward pass whether it is split, and which stages a worker has, if `placement`
+    lets it. It does not run where the best family is known to be optimal. More than
+    2000 actions of equal micro-batches repeat a pattern: the solver looks for one with
+    a short period (modulo scheduling), at places that are good for few micro-batches,
+    and the bound is the largest of those below but the solver's.
 
     The lower bound is the largest of
 
@@ -94,6 +96,8 @@ def synthesize(
       whole B; without this last part, the way of the last cotangent to the first stage
       comes on top. The area begins with F itself: what F makes fits beside all that is
       held while it runs, for its worker does nothing else;
+    - if the solver places stages, the same without messages for each stage alone, and
+      for all: their work by the number of workers, their area by the sum of limits;
     - the solver's own. Its costs are whole numbers: exact if all seconds have a common
       unit, otherwise rounded down to some 10^-6 of the makespan each. With smaller
       costs no schedule gets longer, so that it is a bound for the given ones. There
@@ -105,7 +109,9 @@ def synthesize(
       micro_batches: The number of micro-batches.
       chunks: Stages of each worker.
       placement: "looped": worker j has stages j, workers + j ..; "v": every second
-        chunk in reverse, j, 2 workers - 1 - j ..; or the worker of each stage.
+        chunk in reverse, j, 2 workers - 1 - j ..; or the worker of each stage. Chosen
+        by the solver: "balanced", `chunks` stages for each worker; "free", at least
+        one. Messages between stages of one worker cost nothing.
       memory: Bytes that a worker may hold, of `weight_bytes` and what micro-batches
         keep (`Timeline.peak_bytes`): one number for all workers or one for each; None:
         any number. Optimizer states and gradients count if `weight_bytes` has them.
@@ -115,7 +121,8 @@ def synthesize(
       TypeError: An argument is of another type.
       ValueError: A number is below 1; a cost has another number of stages; the
         placement does not give each worker `chunks` stages; bytes have no common unit;
-        or the memory is too small for any schedule: the message has the smallest.
+        or the memory is too small for any schedule: the message has the smallest, for
+        places of the solver's choice those that exceed the given memory least.
       Unavailable: OR-Tools is not installed; the extra `synthesize` brings it.
 
     Source:
@@ -134,16 +141,21 @@ def synthesize(
     check_type("synthesize(costs)", costs, Costs, "must be Costs")
     rule = "must be above 0 seconds"
     check_number("synthesize(seconds=...)", seconds, rule, lambda x: x > 0)
-    places = _placed(placement, workers, chunks)
-    problem = SchedulingProblem.of(costs, places, micro_batches)
-    limits = np.full(workers, np.inf)
+    places, placing = _placed(placement, workers, chunks)
+    problem = SchedulingProblem.of(costs, places[0], micro_batches, placing)
     if memory is not None:
-        limits, problem = _limited(problem, costs, memory)
-    played = ((made, simulate(made, costs)) for made in _families(problem, chunks))
+        problem, places = _limited(problem, places, memory, seconds)
+    limits = np.inf if problem.limit is None else problem.limit
+    played = [
+        (made, simulate(made, costs))
+        for start in places
+        for made in _families(replace(problem, workers=start), chunks)
+    ]
     fitting = [
         pair for pair in played if (np.array(pair[1].peak_bytes) <= limits).all()
     ]
     best, timeline = min(fitting, key=lambda pair: pair[1].makespan)
+    problem = replace(problem, workers=tuple(w for (w,) in best.placement))
     bound = lower_bound(problem)
     if bound < timeline.makespan:
         if problem.alike and len(timeline.start) > SEARCHED:
@@ -160,37 +172,52 @@ def synthesize(
 
 
 def _placed(
-    placement: Placing | Sequence[int], workers: int, chunks: int
-) -> tuple[int, ...]:
-    """The worker of each stage."""
-    call = "synthesize(placement=...)"
+    placement: Placement | Sequence[int], workers: int, chunks: int
+) -> tuple[list[Places], str]:
+    """The worker of each stage, or some to begin with, and whether it is given."""
+    call, stages = "synthesize(placement=...)", workers * chunks
     if isinstance(placement, str):
-        check_choice(call, placement, get_args(Placing))
+        check_choice(call, placement, get_args(Placement))
         ahead, back = range(workers), reversed(range(workers))
-        pair = (*ahead, *(back if placement == "v" else ahead))
-        return (pair * chunks)[: workers * chunks]
+        rounds = {"v": (*ahead, *back), "looped": (*ahead, *ahead)}
+        made = {name: (pair * chunks)[:stages] for name, pair in rounds.items()}
+        if placement in made:
+            return [made[placement]], "given"
+        return [*made.values()], placement
     rule = f"must name each of {workers} workers {chunks} times, a worker per stage"
     check_sequence(call, placement, int | np.integer, rule)
     if sorted(placement) != sorted([*range(workers)] * chunks):
         raise value_error(call, rule, placement)
-    return tuple(placement)
+    return [tuple(placement)], "given"
 
 
 def _limited(
-    problem: SchedulingProblem, costs: Costs, memory: float | Sequence[float]
-) -> tuple[np.ndarray, SchedulingProblem]:
-    """The limit of each worker, and the problem with what weights leave of it."""
-    weights = problem.of_each_worker(costs.table("weight_bytes", *problem.shape)[:, 0])
+    problem: SchedulingProblem,
+    places: list[Places],
+    memory: float | Sequence[float],
+    seconds: float,
+) -> tuple[SchedulingProblem, list[Places]]:
+    """The problem with a limit, and places where a micro-batch fits alone."""
     call, rule = "synthesize(memory=...)", "must be bytes, for all workers or for each"
     limits = np.asarray(memory)
-    if limits.dtype.kind not in "iuf" or limits.shape not in ((), weights.shape):
+    workers = max(problem.workers) + 1
+    if limits.dtype.kind not in "iuf" or limits.shape not in ((), (workers,)):
         raise value_error(call, rule, memory)
-    least = weights + problem.smallest_limit()
-    if not (limits >= least).all():
+    limits = np.broadcast_to(limits, workers).astype(float)
+    problem = replace(problem, limit=limits)
+
+    def fits(own: Places) -> bool:
+        return bool((limits >= problem.smallest_limit(own)).all())
+
+    chosen = problem.placing != "given" and not np.isnan(limits).any()
+    if chosen and not any(map(fits, places)):
+        whole, _, _ = problem.in_whole_numbers(lower_bound(problem))
+        places = [roomiest(whole, seconds)]
+    if not any(map(fits, places)):
         rule = "must be at least the weights and one micro-batch's activations of each "
-        rule += f"worker, {least.tolist()} bytes"
+        rule += f"worker, {problem.smallest_limit(places[0]).tolist()} bytes"
         raise value_error(call, rule, memory)
-    return limits, replace(problem, limit=limits - weights)
+    return problem, places
 
 
 def _families(problem: SchedulingProblem, chunks: int) -> Iterator[Schedule]:
@@ -207,14 +234,12 @@ def _families(problem: SchedulingProblem, chunks: int) -> Iterator[Schedule]:
             made = family(n, m)
             if made.placement == placement:
                 yield from (made, split_drain(made))
-    programs: list[list[Action]] = [[] for _ in range(n)]
-    stages = problem.shape[0]
-    for i in range(m):
-        passes = [Action("F", stage, i) for stage in range(stages)]
-        passes += [Action("B", stage, i) for stage in reversed(range(stages))]
-        for action in passes:
-            programs[problem.workers[action.stage]].append(action)
-    yield Schedule.of(programs, name="one at a time")
+    stages = range(len(problem.workers))
+    passes = [Action("F", stage, 0) for stage in stages]
+    passes += [Action("B", stage, 0) for stage in reversed(stages)]
+    alone = [action._replace(micro_batch=i) for i in range(m) for action in passes]
+    starts = {action: at for at, action in enumerate(alone)}
+    yield replace(_ordered(problem.workers, starts), name="one at a time")
 
 
 def _searched(
@@ -222,25 +247,25 @@ def _searched(
 ) -> tuple[Schedule, float]:
     """The schedule that the solver finds, and a lower bound in seconds."""
     whole, unit, raised = problem.in_whole_numbers(makespan)
-    costs = Costs(
-        forward=whole.forward,
-        backward=whole.whole,
-        backward_inputs=whole.inputs,
-        backward_params=whole.params,
-        message_bytes=whole.sending,
-        bandwidth=1.0,
-        latency=whole.latency,
-    )
+    given = {name: getattr(whole, name) for name in (*ACTIONS, "latency")}
+    costs = Costs(**given, message_bytes=whole.sending, bandwidth=1.0)
     played = simulate(known, costs)
     starts = {Action(*record[1:4]): round(record.start) for record in played.records()}
-    found, bound = search(whole, starts, round(played.makespan), seconds)
-    return _ordered(problem, found), (bound - raised) * unit
+    found, places, bound = search(whole, starts, round(played.makespan), seconds)
+    return _ordered(places, found), (bound - raised) * unit
 
 
 def _repeated(problem: SchedulingProblem, seconds: float) -> Schedule | None:
     """The schedule whose micro-batches repeat a pattern; None: none found."""
     micro_batches = problem.shape[1]
-    one = problem.first()
+    if problem.placing != "given":
+        # Places that are good for as many as are in flight at most.
+        seconds /= 2
+        few = problem.first(2 * (max(problem.workers) + 1))
+        *_, known = _families(few, 1)
+        made, _ = _searched(few, known, lower_bound(few), seconds)
+        problem = problem.given(tuple(worker for (worker,) in made.placement))
+    one = problem.first(1)
     whole, _, _ = one.in_whole_numbers(lower_bound(one))
     pattern = repetition(whole, micro_batches, seconds)
     if pattern is None:
@@ -251,12 +276,12 @@ def _repeated(problem: SchedulingProblem, seconds: float) -> Schedule | None:
         for (kind, stage, _), start in found.items()
         for i in range(micro_batches)
     }
-    return _ordered(problem, starts)
+    return _ordered(problem.workers, starts)
 
 
-def _ordered(problem: SchedulingProblem, starts: Starts) -> Schedule:
+def _ordered(places: Places, starts: Starts) -> Schedule:
     """The schedule of the order in which actions start."""
-    programs: list[list[Action]] = [[] for _ in range(max(problem.workers) + 1)]
+    programs: list[list[Action]] = [[] for _ in set(places)]
     for action in sorted(starts, key=starts.__getitem__):
-        programs[problem.workers[action.stage]].append(action)
+        programs[places[action.stage]].append(action)
     return Schedule.of(programs, name="synthesized")

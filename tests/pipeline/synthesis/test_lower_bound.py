@@ -73,7 +73,7 @@ def test_whole_numbers():
     assert raised == 0
     # Half of 2.1 belongs to each half of a backward pass.
     assert found.forward[:, 0].tolist() == [2, 8]
-    assert (found.inputs[1, 0] * unit, unit) == (1.05, 0.15)
+    assert (found.backward_inputs[1, 0] * unit, unit) == (1.05, 0.15)
     costs = Costs(forward=[np.pi, 1e-9], backward=[2.0, 1.0])
     given = problem_of(pipeline.gpipe(2, 3), costs, limited=False)
     found, unit, raised = given.in_whole_numbers(20.0)

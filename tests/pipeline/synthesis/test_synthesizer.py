@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jdist import Unavailable, pipeline, rpc, verify
 from jdist.pipeline import Costs, Schedule, simulate, synthesize
+from jdist.pipeline.schedule.actions import Action
 from tests.pipeline import spmd_models
 from tests.pipeline.models import judge, problem, step_by_step
 from tests.pipeline.test_pipeline import apart, made, pipe_of, same
@@ -75,6 +76,86 @@ def test_no_schedule_is_shorter(seed):
         # Rounded down to a millionth: far below that, and never above the shortest.
         assert (1 - 1e-4) * expected < found.lower_bound <= expected
         assert found.peak <= tuple(memory)
+
+
+def weights_anywhere(passes, stages):
+    """All orders of a worker's passes with a W after B of each of these stages."""
+    if not stages:
+        yield passes
+        return
+    first, *others = stages
+    for order in weights_anywhere(passes, others):
+        for at in range(order.index(f"{first}B0") + 1, len(order) + 1):
+            yield (*order[:at], f"{first}W0", *order[at:])
+
+
+@functools.cache
+def every_placement():
+    """All schedules of a micro-batch and four stages on two workers, none idle."""
+    passes = [*(f"{s}F0" for s in range(4)), *(f"{s}B0" for s in (3, 2, 1, 0))]
+    found = []
+    for places in itertools.product(range(2), repeat=4):
+        if len(set(places)) == 2:
+            programs = []
+            for worker in range(2):
+                own = [s for s in range(4) if places[s] == worker]
+                there = tuple(name for name in passes if int(name[0]) in own)
+                splits = itertools.product([False, True], repeat=len(own))
+                halves = (tuple(itertools.compress(own, split)) for split in splits)
+                orders = (weights_anywhere(there, half) for half in halves)
+                programs.append([*itertools.chain(*orders)])
+            found += map(Schedule.of, itertools.product(*programs))
+    return found
+
+
+@solver
+@pytest.mark.parametrize("placement", ["balanced", "free"])
+def test_no_placement_is_better(rng, placement):
+    """Random costs; messages between workers, and weights that bind one to the other.
+
+    For a micro-batch all schedules of all places; for more, the optimum of each.
+    """
+    names = ("forward", "backward", "backward_inputs", "backward_params")
+    costs = Costs(
+        **{name: rng.uniform(0.2, 2, 4) for name in names},
+        message_bytes=[1.0, 2.0, 1.0],
+        bandwidth=5.0,
+        latency=[0.375, 0.0, 0.75],
+        activation_bytes=[5.0, 7.0, 3.0, 2.0],
+        pending_bytes=[7.0, 2.0, 5.0, 2.0],
+        weight_bytes=[11.0, 13.0, 17.0, 5.0],
+    )
+    given = {"workers": 2, "chunks": 2}
+    places = {}
+    for schedule in every_placement():
+        places.setdefault(schedule.placement, []).append(simulate(schedule, costs))
+    if placement == "balanced":
+        places = {
+            own: all_ for own, all_ in places.items() if sum(own, ()).count(0) == 2
+        }
+    played = [timeline for own in places.values() for timeline in own]
+    makespans = np.array([one.makespan for one in played])
+    peaks = np.array([one.peak_bytes for one in played])
+    chosen = set()
+    for memory in ([100.0, 100.0], [28.0, 40.0], [50.0, 24.0]):
+        found = synthesize(
+            costs, micro_batches=1, memory=memory, placement=placement, **given
+        )
+        expected = makespans[(peaks <= memory).all(axis=1)].min()
+        assert found.makespan == pytest.approx(expected, rel=1e-4)
+        assert (1 - 1e-4) * expected < found.lower_bound <= expected
+        assert found.peak <= tuple(memory)
+        chosen.add(found.schedule.placement)
+    assert len(chosen) > 1
+    found = synthesize(costs, micro_batches=3, placement=placement, memory=60, **given)
+    assert found.gap < 1e-4
+    best = [
+        synthesize(costs, micro_batches=3, placement=own, memory=60, **given).makespan
+        for own in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0))
+    ]
+    assert found.makespan <= min(best) * (1 + 1e-4)
+    if placement == "balanced":
+        assert found.makespan == pytest.approx(min(best), rel=1e-4)
 
 
 @solver
@@ -144,21 +225,33 @@ def test_what_is_found_is_what_is_simulated_and_run(memory):
 
 
 @solver
-def test_other_executors():
-    """Of equal stages in a V: one program, within the bound; workers, to the bit."""
-    costs = Costs(activation_bytes=1.0)
-    v = {"chunks": 2, "placement": "v"}
-    found = synthesize(costs, workers=2, micro_batches=3, memory=4, **v)
+@pytest.mark.parametrize("placement", ["v", "free"])
+def test_other_executors(placement):
+    """Of equal stages: one program, within the bound; workers, to the bit."""
+    # Where the solver chooses, one worker has the slow stage alone.
+    slow = np.array([1.0, 1.0, 1.0, 1.0 if placement == "v" else 3.0])
+    costs = Costs(forward=slow, backward=2 * slow, latency=0.5, activation_bytes=1.0)
+    given = {"chunks": 2, "placement": placement}
+    found = synthesize(costs, workers=2, micro_batches=3, memory=6, **given)
     assert found.schedule.name == "synthesized"
+    expected = ((0,), (1,), (1,), (0,)) if placement == "v" else ((0,),) * 3 + ((1,),)
+    assert found.schedule.placement == expected
     params, batch, weights = spmd_models.problem(4, 11)
     stages = spmd_models.stages(4)
 
     def pipe(places=None):
         return pipeline.Pipeline(stages, spmd_models.losses, found.schedule, places)
 
-    one = pipe(pipeline.OneProgram(Mesh(np.array(jax.devices()[:2]), ("stage",))))
     own = pipe().value_and_grad(params, batch, weights)
-    candidates = {"one program": one.value_and_grad(params, batch, weights), "own": own}
+    # All actions in one place, one after the other, in the order of their starts.
+    played = sorted(simulate(found.schedule, costs).records(), key=lambda r: r.start)
+    serial = [Action(*record[1:4]) for record in played]
+    alone = pipeline.Pipeline(stages, spmd_models.losses, Schedule.of([serial]))
+    same(own, alone.value_and_grad(params, batch, weights))
+    candidates = {"own": own}
+    if placement == "v":  # one program has as many stages on each device
+        one = pipe(pipeline.OneProgram(Mesh(np.array(jax.devices()[:2]), ("stage",))))
+        candidates["one program"] = one.value_and_grad(params, batch, weights)
     verify.gradients(
         spmd_models.whole_losses,
         params,
@@ -175,7 +268,7 @@ def test_other_executors():
 
     with rpc.local_cluster(names), ThreadPoolExecutor(2) as threads:
         (loss, first), (_, second) = threads.map(on_worker, names)
-    grads = [first[0], second[1], second[2], first[3]]
+    grads = [(first, second)[w][s] for s, (w,) in enumerate(expected)]
     same(jax.device_get((loss, grads)), jax.device_get(own))
 
 
@@ -202,6 +295,15 @@ def test_the_smallest_memory_is_told_and_is_enough(monkeypatch):
     with pytest.raises(ValueError, match=r"memory=.*\[21.0, 13.0\]"):
         synthesize(costs, **given, memory=[21, 12])
     if find_spec("ortools"):
+        # Any places need 19 on one worker: 21 if stages 0 and 3 are together.
+        chosen = given | {"placement": "balanced"}
+        told = r"\[1[03].0, 19.0\]|\[19.0, 1[03].0\]"
+        with pytest.raises(ValueError, match=told):
+            synthesize(costs, **chosen, memory=18.5)
+        with pytest.raises(ValueError, match=r"\[19.0, 1[03].0\]"):
+            synthesize(costs, **chosen, memory=[15, 11])
+        found = synthesize(costs, **chosen, memory=19)
+        assert max(found.peak) == 19
         found = synthesize(costs, **given, memory=[21, 13])
         assert found.peak == (21.0, 13.0)
     monkeypatch.setitem(sys.modules, "ortools", None)
