@@ -36,7 +36,7 @@ OUTSIDE = {
         lambda v: settings(callback_threads=v),
         [None, 2.0, "8", True],
     ),
-    "ProcessSettings(large_pages": (lambda v: settings(large_pages=v), FLAGS),
+    "ProcessSettings(batch": (lambda v: settings(batch_scheduling=v), FLAGS),
     "spawn(settings": (lambda v: rpc.spawn(max, settings=v), [{}, True, "none"]),
     "spawn(pin": (lambda v: rpc.spawn(max, pin=v), [None, 1.0, "1", True]),
     "TlsConfig(certfile": (rpc.TlsConfig, [None, 3, ["cert.pem"], np.zeros(2)]),

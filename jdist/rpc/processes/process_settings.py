@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from jdist import _compilation_cache as compilation_cache
 from jdist._errors import (
@@ -44,8 +43,21 @@ _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 class ProcessSettings:
     """Settings that `spawn` and `launch` apply to the processes that they start.
 
-    docs/launch.md gives what each setting was measured to bring. A variable that the
-    user's environment already has is left as it is.
+    docs/launch.md gives what each setting was measured to bring. Besides those below,
+    environment variables are set; one that the user's environment already has is left
+    as it is.
+
+    - glibc's allocator keeps freed memory instead of returning and re-faulting it for
+      each large array. Resident memory does not shrink.
+    - It asks Linux for pages of 2 MiB in place of 4 KiB (glibc 2.35 or newer): a
+      product reads its matrices with fewer page table walks, and fresh memory has fewer
+      faults. Resident memory is rounded up to such pages.
+    - In a process that has one core, XLA's CPU compiler orders each program for little
+      memory. Its default serves threads that work side by side: of products that do not
+      depend on each other all come first, and their results lie in memory until each is
+      added to its sum.
+    - The cores are divided among the thread pools of BLAS and OpenMP
+      (`OMP_NUM_THREADS` and its kin).
 
     Attributes:
       batch_scheduling: Begin in the scheduling class `SCHED_BATCH` (Linux): a thread
@@ -53,15 +65,6 @@ class ProcessSettings:
         collectives wait for the scheduler's tick when a process has one core. A process
         that becomes a worker of rpc leaves the class; threads that JAX has started by
         then stay in it.
-      keep_freed_memory: Let glibc's allocator keep freed memory instead of returning
-        and re-faulting it for each large array. Resident memory does not shrink.
-      large_pages: Let glibc's allocator (2.35 or newer) ask Linux for pages of 2 MiB in
-        place of 4 KiB: a product reads its matrices with fewer page table walks, and
-        fresh memory has fewer faults. Resident memory is rounded up to such pages.
-      lean_programs: In a process that has one core, let XLA's CPU compiler order each
-        program for little memory. Its default serves threads that work side by side:
-        of products that do not depend on each other all come first, and their results
-        lie in memory until each is added to its sum.
       callback_threads: Least size of XLA's thread pool (`PJRT_NPROC`). Each callback
         that blocks inside a jitted function occupies one of its threads; without a free
         thread no program runs. It is never less than twice the CPU devices that the
@@ -71,8 +74,6 @@ class ProcessSettings:
       compilation_cache: Keep compiled programs for the next run, in JAX's persistent
         compilation cache: of each kind of processor at most 1 GiB when a run starts, in
         `$XDG_CACHE_HOME/jdist` or `~/.cache/jdist`.
-      share_cores: Divide the cores among the thread pools of BLAS and OpenMP
-        (`OMP_NUM_THREADS` and its kin).
 
     Raises:
       TypeError: A setting is no bool, or `callback_threads` no integer.
@@ -84,18 +85,13 @@ class ProcessSettings:
     """
 
     batch_scheduling: bool = True
-    keep_freed_memory: bool = True
-    large_pages: bool = True
-    lean_programs: bool = True
     callback_threads: int = 8
     compilation_cache: bool = True
-    share_cores: bool = True
 
     def __post_init__(self) -> None:
-        fields = dataclasses.fields(ProcessSettings)
-        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields}
-        threads = own.pop("callback_threads")
-        check_flags("ProcessSettings", **own)
+        flags = dataclasses.asdict(self)
+        threads = flags.pop("callback_threads")
+        check_flags("ProcessSettings", **flags)
         argument = "ProcessSettings(callback_threads=...)"
         check_at_least(argument, threads, 0, ", which leaves the size to XLA")
 
@@ -146,12 +142,12 @@ def _variables(
     environment: Mapping[str, str],
 ) -> dict[str, str]:
     usable = len(cores) or max(1, len(available_cores()) // nprocs)
-    found: dict[str, str] = {}
-    if settings.keep_freed_memory and _glibc():
+    found = dict.fromkeys(_LIBRARY_THREADS, str(usable))
+    if _glibc():
         found |= _ALLOCATOR
-    if settings.large_pages and _glibc() >= (2, 35) and _kernel_has_large_pages():
+    if _glibc() >= (2, 35) and _kernel_has_large_pages():
         found |= _LARGE_PAGES
-    if settings.lean_programs and usable == 1 and _knows_lean_programs():
+    if usable == 1 and _knows_lean_programs():
         found |= _LEAN
     if settings.callback_threads:
         # At least XLA's own default, the number of cores.
@@ -163,8 +159,6 @@ def _variables(
         with contextlib.suppress(OSError):
             folder = compilation_cache.default_folder(environment)
             found |= compilation_cache.prepared(folder)
-    if settings.share_cores:
-        found |= dict.fromkeys(_LIBRARY_THREADS, str(usable))
     return found
 
 

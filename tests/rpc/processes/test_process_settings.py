@@ -175,8 +175,9 @@ def test_large_pages_where_library_and_kernel_have_them(
     monkeypatch.setattr(process_settings, "_KERNEL_PAGES", offered)
     made = resolved(ProcessSettings(), nprocs=1, environment={})
     assert ("GLIBC_TUNABLES" in made.variables) is given
-    without = resolved(ProcessSettings(large_pages=False), nprocs=1, environment={})
-    assert "GLIBC_TUNABLES" not in without.variables
+    own = {"GLIBC_TUNABLES": "", "OMP_NUM_THREADS": "1"}
+    without = resolved(ProcessSettings(), nprocs=1, environment=own)
+    assert not without.variables.keys() & own.keys()
 
 
 def test_programs_are_ordered_for_little_memory_on_one_core():
@@ -194,11 +195,8 @@ def test_a_flag_only_for_releases_that_know_it(monkeypatch, release, given):
     monkeypatch.setattr(process_settings.metadata, "version", lambda name: release)
     made = resolved(ProcessSettings(), 1, (3,), environment={})
     assert ("XLA_FLAGS" in made.variables) is given
-    for cores, settings in (
-        ((3, 4), ProcessSettings()),
-        ((3,), ProcessSettings(lean_programs=False)),
-    ):
-        made = resolved(settings, 1, cores, environment={})
+    for cores, own in (((3, 4), {}), ((3,), {"XLA_FLAGS": ""})):
+        made = resolved(ProcessSettings(), 1, cores, environment=own)
         assert "XLA_FLAGS" not in made.variables
 
 
