@@ -62,15 +62,16 @@ from jdist.verify.evaluation import (
     Abandoned,
     Changes,
     Choice,
-    CompiledPiece,
     Form,
     OtherChoices,
     Pieces,
+    PiecesOf,
     PrecisionPair,
     Recording,
     RoundedSideNeeded,
     chosen,
     drawn_form,
+    paired,
     rounding_note,
     rounds_as_drawn,
     summed,
@@ -421,9 +422,7 @@ class LossPrograms:
     """
 
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
-        self._accumulation = accumulation
-        self._pieces: dict[ClosedJaxpr, Pieces] = {}
-        self._compiled: dict[Any, CompiledPiece] = {}
+        self._pieces_of = PiecesOf(accumulation)
 
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
@@ -446,7 +445,7 @@ class LossPrograms:
         """The largest rounding error of a loss in the dtype that is judged."""
         program = self._losses_of.trace(params, batch).jaxpr
         leaves, factor = jax.tree.leaves((params, batch)), magnified(program)
-        pieces, recording = self.pieces_of(program), Recording()
+        pieces, recording = self._pieces_of(program), Recording()
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             (own,) = pieces.run(leaves, BOTH, recording=recording)
             (drawn,) = pieces.run(
@@ -534,12 +533,6 @@ class LossPrograms:
         """The functions in the loss that have derivative rules of their own."""
         return own_rules(self._losses_of.trace(params, batch).jaxpr)
 
-    def pieces_of(self, program: ClosedJaxpr) -> Pieces:
-        """A program's pieces, made once."""
-        if program not in self._pieces:
-            self._pieces[program] = Pieces(program, self._accumulation, self._compiled)
-        return self._pieces[program]
-
     def _examples_program(
         self, params: PyTree, batch: PyTree, shares: np.ndarray
     ) -> tuple[Pieces, int]:
@@ -548,7 +541,7 @@ class LossPrograms:
         row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
         program, together = self._program(params, row), 1
         if apart and _products_of_convolutions(program) <= CONVOLVED:
-            largest = self.pieces_of(program).largest
+            largest = self._pieces_of(program).largest
             together = min(shares.size, max(1, TOGETHER // largest))
             # As many in each group.
             together = -(-shares.size // -(-shares.size // together))
@@ -556,7 +549,7 @@ class LossPrograms:
             several = _rows(batch, np.arange(together))
             one = jax.ShapeDtypeStruct((together,), program.in_avals[0].dtype)
             program = self._gradients_of.trace(one, params, several).jaxpr
-        return self.pieces_of(program), together
+        return self._pieces_of(program), together
 
     def _program(self, params: PyTree, batch: PyTree) -> ClosedJaxpr:
         """The program `(cotangent, params, batch) -> (loss, gradient)`."""
@@ -566,7 +559,7 @@ class LossPrograms:
     def _exact(self, program: ClosedJaxpr, leaves: list[Any]) -> list[jax.Array]:
         """A program's results in float64."""
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            return [x.wide for x in self.pieces_of(program).exact(leaves)]
+            return [x.wide for x in self._pieces_of(program).exact(leaves)]
 
 
 def _draws(params: PyTree, examples: int) -> int:
@@ -664,8 +657,7 @@ def choices_in(
     program = jax.make_jaxpr(function)(state, *given)
     pieces, each = Pieces(program, accumulation, {}), []
     for own in zip(*others, strict=True):
-        rest, leaves = iter(own), jax.tree.leaves(state)
-        pairs = (PrecisionPair(x, next(rest)) if is_inexact(x) else x for x in leaves)
+        pairs = paired(jax.tree.leaves(state), own)
         each.append([*pairs, *jax.tree.leaves(given)])
     found = OtherChoices(pieces, drawn_form(program), several=False)
     if pieces.decisions:

@@ -34,10 +34,11 @@ from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, in_double
 from jdist.verify.evaluation import (
     EXACT,
-    CompiledPiece,
     Pieces,
-    PrecisionPair,
+    PiecesOf,
     Recording,
+    Value,
+    paired,
 )
 from jdist.verify.report import OracleCheck
 
@@ -176,13 +177,7 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
     """
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(seeded(scalar))
-    compiled: dict[Any, CompiledPiece] = {}
-    made: dict[ClosedJaxpr, Pieces] = {}
-
-    def pieces(program: ClosedJaxpr) -> Pieces:
-        if program not in made:
-            made[program] = Pieces(program, None, compiled)
-        return made[program]
+    pieces = PiecesOf()
 
     def check(
         params: PyTree,
@@ -302,14 +297,11 @@ def _typical(wide: PyTree) -> tuple[float, int]:
     return unit * math.sqrt(power / count) if power > 0 else 1.0, count
 
 
-def _paired(given: PyTree, moved: PyTree) -> list[Any]:
+def _paired(given: PyTree, moved: PyTree) -> list[Value]:
     """A program's arguments, with other values on the wide side of the parameters."""
     params, *rest = given
-    trainable, fixed = split_inexact(params)
-    pairs = jax.tree.map(PrecisionPair, trainable, moved)
-    return jax.tree.leaves(
-        (merge(pairs, fixed), *rest), is_leaf=lambda x: isinstance(x, PrecisionPair)
-    )
+    own = paired(jax.tree.leaves(params), jax.tree.leaves(moved))
+    return [*own, *jax.tree.leaves(rest)]
 
 
 def pinned(found: Slopes) -> OracleCheck:

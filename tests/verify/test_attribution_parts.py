@@ -11,6 +11,7 @@ import pytest
 
 from jdist._tree import named_leaves
 from jdist.verify.bound import EXTRA, Limit, confidence
+from jdist.verify.evaluation import Pieces
 from jdist.verify.report import Attribution, LeafReport
 from jdist.verify.steps.attribution import (
     COMPOSE,
@@ -229,7 +230,9 @@ def composed_of(update, inputs):
     before = named_leaves({"params": params, "state": buffer})
     old = {f"gradient/{x}": gradient[x][::-1] / 2 for x in gradient}
     limits = dict.fromkeys(wanted, Limit(np.float64(1e-9), 1.0))
-    return Moment(before, wanted, limits, {}, {}, Composed(inputs, program), old)
+    return Moment(
+        before, wanted, limits, {}, {}, Composed(inputs, Pieces(program, None, {})), old
+    )
 
 
 def momentum(params, gradient, buffer):
@@ -434,7 +437,7 @@ def limits(**parts):
         {"params/w": given["wanted"], "state/count": np.int32(3), "states/none": None},
         [wide],
         ([given["origin"]], [given["before"]]),
-        [given["sizes"][None]],
+        [given["sizes"]],
         given["steps"],
     )
     assert (found["state/count"], found["states/none"]) == (None, None)

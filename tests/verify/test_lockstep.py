@@ -5,21 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.verify.evaluation import Perturbation, PrecisionPair, run
+from jdist.verify.bound import wide_of
+from jdist.verify.evaluation import BOTH, Pieces
 
 
 def both(fn, *inputs, amplitude=None, seed=1, accumulation=None):
     """The first result of a function on both sides, and what was not measured."""
-    noise = Perturbation(amplitude, jnp.uint32(seed), accumulation)
     program = jax.jit(fn).trace(*inputs).jaxpr
+    pieces, form = Pieces(program, accumulation, {}), BOTH
+    if amplitude is not None:
+        form = form._replace(drawn=True)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        found = jax.jit(lambda *x: _sides(run(program, x, noise)[0]))(*inputs)
-    return (*found, noise.unmeasured)
-
-
-def _sides(value):
-    assert isinstance(value, PrecisionPair)
-    return value.rounded, value.wide
+        found = pieces.run(inputs, form, amplitude=amplitude or 0.0, seed=seed)
+    return found[0].rounded, found[0].wide, pieces.missed
 
 
 def scanned(x):
@@ -338,10 +336,10 @@ def test_narrow_numbers_keep_their_smallest_spacing(rng):
 
 def sized(fn, *inputs):
     """The size of a function's only result."""
-    program = jax.jit(fn).trace(*inputs).jaxpr
-    exact = Perturbation(None, jnp.uint32(1))
+    pieces = Pieces(jax.jit(fn).trace(*inputs).jaxpr, None, {})
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        (found,) = run(program, inputs, exact)
+        form = BOTH._replace(sized=True, sizes=wide_of)
+        (found,) = pieces.run(inputs, form)
     return None if found.size is None else np.asarray(found.size)
 
 
@@ -363,25 +361,6 @@ def test_the_size_of_a_sum_is_that_of_its_terms(rng):
     )
     # A product of a number with itself is no sum: its size is its own.
     assert sized(lambda x: jnp.sin(x), x) is None
-
-
-def test_what_is_detached_is_that_of_the_first_along_an_axis():
-    """Of a point and a shifted one: the detached factor stays the point's."""
-
-    def fn(x):
-        return x * jax.lax.stop_gradient(x)
-
-    x = jnp.float32(3)
-    program = jax.jit(fn).trace(x).jaxpr
-    with jax.enable_x64(True):
-
-        def at(wide):
-            held = Perturbation(None, jnp.uint32(1), None, set(), "shift")
-            return run(program, [PrecisionPair(x, wide)], held)[0].wide
-
-        points = jnp.asarray([3.0, 3.5, 5.0], jnp.float64)
-        found = jax.vmap(at, axis_name="shift")(points)
-    np.testing.assert_allclose(found, [9, 10.5, 15])
 
 
 def test_what_is_decided_is_decided_once():

@@ -11,13 +11,11 @@ from jdist.verify import tap
 from jdist.verify.evaluation import (
     BOTH,
     EXACT,
-    Perturbation,
     Pieces,
     PrecisionPair,
     RoundedSideNeeded,
     drawn_form,
     rounds_as_drawn,
-    run,
 )
 
 
@@ -69,21 +67,46 @@ def traced(fn, given):
 @pytest.mark.parametrize("fn", [blocks, routed, looped, ordered])
 def test_pieces_compute_what_the_whole_computes(fn, given):
     """On both sides; on one side too, with the decisions of both."""
-    program, pieces, leaves = traced(fn, given)
+    _, pieces, leaves = traced(fn, given)
+    rounded = jax.tree.leaves(jax.jit(jax.value_and_grad(fn))(*given))
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        never = Perturbation(None, jnp.uint32(0))
-        whole = jax.jit(
-            lambda *x: [(y.rounded, y.wide) for y in run(program, x, never)]
-        )
+        exactly = jax.tree.map(lambda x: x.astype(jnp.float64), given)
+        wide = jax.tree.leaves(jax.jit(jax.value_and_grad(fn))(*exactly))
         recording = {}
         both = pieces.run(leaves, BOTH, recording=recording)
         alone = pieces.run(leaves, EXACT, replay=recording)
-        found = zip(whole(*leaves), both, alone, strict=True)
-        for (rounded, wide), own, one in found:
-            np.testing.assert_allclose(own.wide, wide, rtol=1e-12, atol=1e-14)
-            np.testing.assert_allclose(own.rounded, rounded, rtol=1e-4, atol=1e-5)
-            np.testing.assert_array_equal(one.wide, own.wide)
-            assert one.rounded is None
+    for own, one, known, exact in zip(both, alone, rounded, wide, strict=True):
+        np.testing.assert_allclose(own.wide, exact, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(own.rounded, known, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(one.wide, own.wide)
+        assert one.rounded is None
+
+
+@pytest.mark.parametrize("fn", [blocks, routed, looped, ordered])
+def test_runs_together_are_each_of_them_alone(fn, given):
+    """With one rounded side, which decides for all, and the first's sizes."""
+    _, pieces, leaves = traced(fn, given)
+    form = BOTH._replace(drawn=True, sized=True)
+    numbers = np.arange(3)
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        moved = [
+            np.asarray(x, float) * (1 + numbers / 64).reshape(-1, *[1] * x.ndim)
+            for x in leaves
+        ]
+        options = {"amplitude": numbers * 1.0, "seed": numbers + 5}
+        pairs = list(map(PrecisionPair, leaves, moved))
+        together = pieces.run(pairs, form._replace(together=True), **options)
+        for number in numbers:
+            own = map(PrecisionPair, leaves, (x[number] for x in moved))
+            each = {"amplitude": 1.0 * number, "seed": 5 + int(number)}
+            alone = pieces.run(list(own), form, **each)
+            for one, found in zip(alone, together, strict=True):
+                np.testing.assert_array_equal(found.rounded, one.rounded)
+                # What depends on no input has one wide side for all.
+                wide = np.broadcast_to(found.wide, (3, *one.wide.shape))[number]
+                np.testing.assert_allclose(wide, one.wide, rtol=1e-11, atol=1e-14)
+                if number == 0 and one.size is not None:
+                    np.testing.assert_allclose(found.size, one.size, rtol=1e-5)
 
 
 def test_equal_blocks_are_compiled_once(given):
@@ -122,14 +145,14 @@ def test_taps_stand_between_pieces_that_are_shared(given):
 
         def observe(name, position, values, seen=seen):
             if name != "loop":  # There positions are traced.
-                assert len(position) == 2
+                assert len(position) == 3
                 seen.append((*position, name, values[0].wide))
             return values[0]
 
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             pieces = Pieces(program, None, found, observe)
             pieces.run(jax.tree.leaves((own, x)), EXACT, seed=7)
-        compiled.append(len(found))
+        compiled.append(sum(hasattr(x.run, "lower") for x in found.values()))
     assert compiled[0] == compiled[1]
     names = [f"block{number}" for number in range(4)]
     assert [name for *_, name, _ in seen] == [*names, "aside", *names[::-1]]
@@ -160,6 +183,44 @@ def test_a_long_program_is_cut_where_pieces_are_alike(given):
         counts[alike] = len(Pieces(program, None, {})._pieces)
     assert counts[False] == 1
     assert counts[True] > 30
+
+
+def updated(params, gradients, moments, count):
+    """Momenta of clipped gradients, with a count and a rate that all leaves share.
+
+    The count is 6, so that the rate is 1 / 8, exactly, on both sides.
+    """
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in gradients))
+    scale, count = jnp.minimum(1, 3 / norm), count + 1
+    rate = 1 / (1 + count.astype(norm.dtype))
+    each = zip(moments, gradients, strict=True)
+    moments = [0.5 * m + scale * g for m, g in each]
+    steps = [rate * jnp.tanh(m) / (jnp.abs(m) + rate) for m in moments]
+    new = [p - step for p, step in zip(params, steps, strict=True)]
+    return new, moments, norm, count
+
+
+def test_the_update_of_many_leaves_is_divided(rng):
+    """Leaves of one shape share pieces, although norm and count are those of all."""
+    compiled = []
+    for leaves in (61, 64):
+        shapes = [(5, 7) if i % 2 else (11,) for i in range(leaves)]
+        given = [
+            [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+            for _ in range(3)
+        ]
+        program = jax.make_jaxpr(updated)(*given, jnp.int32(6))
+        found = {}
+        pieces = Pieces(program, None, found)
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            made = pieces.run([*jax.tree.leaves(given), jnp.int32(6)], BOTH)
+            wide = jax.tree.map(lambda x: x.astype(float), given)
+            exact = jax.tree.leaves(updated(*wide, jnp.int32(6)))
+        for own, known in zip(made, exact, strict=True):
+            np.testing.assert_allclose(own.wide, known, rtol=1e-12)
+            np.testing.assert_allclose(own.rounded, known, rtol=1e-4, atol=1e-5)
+        compiled.append(len(found))
+    assert 1 < compiled[0] == compiled[1] < 20
 
 
 @pytest.mark.parametrize("fn", [routed, ordered])

@@ -22,7 +22,7 @@ def limit(values, own=None, moved=None, size=0.0, steps=1):
     moved = np.stack([after] * (FOLLOWED + 1)) if moved is None else moved
     own = after if own is None else own
     wanted = {"n": np.int32(1), "none": None, "w": own.astype(np.float32)}
-    sizes = [np.full((1, 5), size)]
+    sizes = [np.full(5, size)]
     limits, moves = limits_of(wanted, [moved], ([origin], [before]), sizes, steps)
     assert (limits["n"], limits["none"], list(moves)) == (None, None, ["w"])
     np.testing.assert_array_equal(moves["w"], moved[0] - before)

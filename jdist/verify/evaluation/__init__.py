@@ -1,6 +1,5 @@
 """Evaluation of a program in its own precision, in float64, and as rounding may go."""
 
-from jdist.verify.evaluation.compilation import is_tiny, quick_to_compile
 from jdist.verify.evaluation.decisions import (
     NATURAL,
     Changes,
@@ -10,24 +9,24 @@ from jdist.verify.evaluation.decisions import (
 )
 from jdist.verify.evaluation.lockstep import (
     Observer,
-    Perturbation,
     Position,
     PrecisionPair,
     RoundedSideNeeded,
     Value,
     bind,
     called,
-    run,
+    paired,
     summed,
 )
 from jdist.verify.evaluation.piecewise import (
     BOTH,
+    DRAWN,
     EXACT,
     LARGE,
     Abandoned,
-    CompiledPiece,
     Form,
     Pieces,
+    PiecesOf,
     Recording,
     drawn_form,
     rounds_as_drawn,
@@ -36,18 +35,18 @@ from jdist.verify.evaluation.products import rounding_note
 
 __all__ = [
     "BOTH",
+    "DRAWN",
     "EXACT",
     "LARGE",
     "NATURAL",
     "Abandoned",
     "Changes",
     "Choice",
-    "CompiledPiece",
     "Form",
     "Observer",
     "OtherChoices",
-    "Perturbation",
     "Pieces",
+    "PiecesOf",
     "Position",
     "PrecisionPair",
     "Recording",
@@ -57,10 +56,8 @@ __all__ = [
     "called",
     "chosen",
     "drawn_form",
-    "is_tiny",
-    "quick_to_compile",
+    "paired",
     "rounding_note",
     "rounds_as_drawn",
-    "run",
     "summed",
 ]

@@ -1,27 +1,12 @@
 """How the judge's own programs are compiled: most run once or a few times."""
 
 import functools
-import math
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
-
-from jdist._compat import equations_in
 
 # The entries of the largest value where XLA's code is not worth optimizing.
 TINY = 2**16
-
-
-def is_tiny(*programs: ClosedJaxpr) -> bool:
-    """Whether no value that the programs compute has more than `TINY` entries."""
-    made: list[Any] = [
-        x.aval
-        for program in programs
-        for each in equations_in(program)
-        for x in each.outvars
-    ]
-    return all(math.prod(getattr(x, "shape", ())) <= TINY for x in made)
 
 
 @functools.cache

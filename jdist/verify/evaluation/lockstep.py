@@ -29,7 +29,7 @@ References:
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ from jdist.verify.bound import (
     accumulated,
     flushes,
     unit_roundoff,
-    wide_of,
 )
 from jdist.verify.evaluation.products import PRODUCTS, kept_bits
 
@@ -58,6 +57,7 @@ class RoundedSideNeeded(Exception):
     """A run without a rounded side came to a decision, which only that side makes."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class PrecisionPair:
     """A value in the precision of the program and in a wider one.
@@ -73,9 +73,9 @@ class PrecisionPair:
     """
 
     rounded: Any
-    wide: Array
-    size: Array | None = None
-    narrow: np.dtype | None = None
+    wide: Any
+    size: Any = None
+    narrow: np.dtype | None = field(default=None, metadata={"static": True})
 
 
 # A value without a wide side of its own stands for itself.
@@ -96,8 +96,8 @@ class Perturbation:
     """A source of random rounding errors for one scope: a program or an iteration.
 
     Attributes:
-      amplitude: Factor of every perturbation; 0 for the exact evaluation, and None for
-        a program that is never perturbed, which compiles faster.
+      amplitude: Factor of every perturbation; None for a program that is never
+        perturbed, which compiles faster.
       seed: Seed of this scope.
       accumulation: The dtype in which sums are accumulated; None for at least float32.
       in_parts: Whether any sum may consist of parts, each rounded to its own dtype, as
@@ -111,20 +111,20 @@ class Perturbation:
       wider: The dtype of the wide side of a value, given its own.
       sizes: The dtypes of sizes, likewise.
       pool: Random numbers in [-1, 1], float32, `(numbers,)`, from which errors are
-        taken. None for `POOL`.
+        taken: a `noise_pool`, or None without an amplitude.
     """
 
     amplitude: Array | None
     seed: Array
-    accumulation: Any = None
-    unmeasured: set[str] = field(default_factory=set)
-    held: str | None = None
-    observer: Observer | None = None
-    in_parts: bool = False
-    loops: Position = ()
-    wider: Callable[[Any], np.dtype] = wide_of
-    sizes: Callable[[Any], np.dtype] = wide_of
-    pool: Array | None = None
+    accumulation: Any
+    unmeasured: set[str]
+    held: str | None
+    observer: Observer | None
+    in_parts: bool
+    loops: Position
+    wider: Callable[[Any], np.dtype]
+    sizes: Callable[[Any], np.dtype]
+    pool: Array | None
     _places: Iterator[int] = field(default_factory=itertools.count)
     _count: int = 0
     _hashed: dict[int, Array] = field(default_factory=dict)
@@ -173,7 +173,8 @@ class Perturbation:
 
     def _draw(self, shape: tuple[int, ...]) -> Array:
         """Numbers of the pool, from a random place on."""
-        pool = _in_context(jnp.asarray(POOL) if self.pool is None else self.pool)
+        assert self.pool is not None
+        pool = _in_context(self.pool)
         size, start = math.prod(shape), self._place()
         if size + PLACES <= pool.size:
             return jax.lax.dynamic_slice(pool, [start], [size]).reshape(shape)
@@ -217,10 +218,9 @@ def noise_pool(size: int) -> np.ndarray:
     return generator.uniform(-1, 1, size + PLACES).astype(np.float32)
 
 
-# Places in a pool at which an array's errors may begin, how many are computed at once,
-# and a pool for any array.
+# Places in a pool at which an array's errors may begin, and how many are computed at
+# once.
 PLACES, HASHED = 65521, 64
-POOL = noise_pool(65550)
 
 
 def _golden(step: int | np.ndarray) -> np.ndarray:
@@ -235,59 +235,25 @@ def _mix(bits: Array) -> Array:
     return bits ^ (bits >> 16)
 
 
-def run(
-    program: ClosedJaxpr,
-    inputs: Sequence[Value],
-    perturbation: Perturbation,
-) -> list[PrecisionPair]:
-    """Evaluates a program on both sides; to be called with 64-bit types enabled.
-
-    Args:
-      program: As traced in the settings that it is judged in.
-      inputs: Its arguments. A floating array is exact, with the same value on both
-        sides; a `PrecisionPair` has a wide side of its own.
-      perturbation: The perturbation of the wide side.
-
-    Returns:
-      Its results; floating ones have a size.
-    """
-    given = [
-        x
-        if isinstance(x, PrecisionPair) or not _is_float(x)
-        else as_pair(x, perturbation)
-        for x in inputs
-    ]
-    found = _evaluate(program.jaxpr, program.consts, given, perturbation, sized=True)
-    return [as_pair(x, perturbation) for x in found]
-
-
 def _evaluate(
     jaxpr: Jaxpr,
     consts: Sequence[Any],
     inputs: Sequence[Value],
     noise: Perturbation,
-    *,
-    sized: bool = False,
 ) -> list[Value]:
-    """Evaluates a program on both sides; results have sizes if `sized`."""
+    """Evaluates a program inside of an equation."""
     values: dict[Any, Value] = {}
 
     def read(atom: Var | Literal) -> Value:
         if isinstance(atom, Literal):
-            # A Python number would become a 64-bit one here.
-            value = np.asarray(atom.val)
-            return jnp.asarray(value, getattr(atom.aval, "dtype", value.dtype))
+            return value_of(atom)
         return values[atom]
 
     values.update(zip(jaxpr.constvars, map(_as_array, consts), strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
-    wanted = _with_size(jaxpr) if sized else frozenset()
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
-        here = not wanted.isdisjoint(equation.outvars)
-        # What belongs to an equation is computed with the mesh of its trace, too.
-        with equation.ctx.manager:
-            found = results_of(equation, operands, noise, here)
+        found = results_of(equation, operands, noise, sized=False)
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -296,10 +262,18 @@ def results_of(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
 ) -> Sequence[Value]:
     """Evaluates an equation on both sides; its results have sizes if `sized`."""
+    # What belongs to it is computed with the mesh and settings of its trace, too.
+    with equation.ctx.manager:
+        return _results(equation, operands, noise, sized)
+
+
+def _results(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
+) -> Sequence[Value]:
     name = equation.primitive.name
     if name == "tap":
         return [noise.observe(equation.params["name"], operands)]
-    if not any(isinstance(x, PrecisionPair) for x in operands):
+    if not any(map(_is_pair, operands)):
         return bind(equation, operands)
     if name == "stop_gradient" and noise.held is not None:
         held = _first(_wide(operands[0], noise), noise.held)
@@ -308,7 +282,7 @@ def results_of(
         return _CONTROL[name](equation, operands, noise)
     inner = called(equation)
     if inner is not None:
-        return _evaluate(inner.jaxpr, inner.consts, operands, noise, sized=sized)
+        return _evaluate(inner.jaxpr, inner.consts, operands, noise)
     return _both_sides(equation, operands, noise, sized)
 
 
@@ -439,12 +413,6 @@ def _bind_wide(
 # Sizes: how large a result is where the terms of its last sum do not cancel.
 
 
-def _with_size(jaxpr: Jaxpr) -> frozenset[Any]:
-    """The variables whose sizes make up those of a program's results."""
-    each = [(x.primitive.name, x.invars, x.outvars) for x in jaxpr.eqns]
-    return sized_variables(each, jaxpr.outvars)
-
-
 def sized_variables(
     equations: Sequence[tuple[str, Sequence[Any], Sequence[Any]]],
     results: Sequence[Any],
@@ -455,7 +423,7 @@ def sized_variables(
       equations: Name of the primitive, inputs and outputs of each.
       results: Variables; literals have no size.
     """
-    passed = _CALLS | _ADDS | _MOVES | _SCALED.keys()
+    passed = _ADDS | _MOVES | _SCALED.keys()
     wanted = {v for v in results if not isinstance(v, Literal)}
     for name, inputs, outputs in reversed(equations):
         if name in passed and not wanted.isdisjoint(outputs):
@@ -682,38 +650,16 @@ _CALLS = frozenset({
 })  # fmt: skip
 
 
-class _Flat:
-    """The sides of several values as a flat list of arrays, and back.
-
-    Attributes:
-      paired: Which of the values have sides.
-      alone: Whether these have a wide side only.
-    """
-
-    def __init__(
-        self, paired: Sequence[bool], alone: bool, noise: Perturbation
-    ) -> None:
-        self.paired = tuple(paired)
-        self.alone = alone
-        self._noise = noise
-
-    def arrays(self, values: Sequence[Value]) -> list[Array]:
-        flat: list[Array] = []
-        for value, paired in zip(values, self.paired, strict=True):
-            if not (paired and self.alone):
-                flat.append(_rounded(value))
-            if paired:
-                flat.append(_wide(value, self._noise))
-        return flat
-
-    def values(self, arrays: Sequence[Array]) -> list[Value]:
-        rest = iter(arrays)
-        return [
-            PrecisionPair(None if self.alone else next(rest), next(rest))
-            if paired
-            else next(rest)
-            for paired in self.paired
-        ]
+def _plain(
+    values: Sequence[Value], paired: Sequence[bool], alone: bool, noise: Perturbation
+) -> list[Value]:
+    """Values with sides where told, all with the same; if `alone`, wide ones only."""
+    return [
+        PrecisionPair(None if alone else _rounded(x), _wide(x, noise))
+        if own
+        else _rounded(x)
+        for x, own in zip(values, paired, strict=True)
+    ]
 
 
 def _scan(
@@ -727,28 +673,30 @@ def _scan(
     slices = operands[consts + carried :]
     alone = any(map(_is_one_sided, operands))
     # Every floating carry has sides: an iteration may make it depend on inputs.
-    carry = _Flat([has_sides(_side(x)) for x in start], alone, noise)
-    along = _Flat([isinstance(x, PrecisionPair) for x in slices], alone, noise)
-    results = body.jaxpr.outvars[carried:]
-    stacked = _Flat([has_sides(v.aval) for v in results], alone, noise)
+    on_sides = [has_sides(_side(x)) for x in start]
+    stacked = [has_sides(v.aval) for v in body.jaxpr.outvars[carried:]]
 
-    def step(state: list[Array], taken: PyTree) -> PyTree:
-        index, arrays = taken
-        given = [*fixed, *carry.values(state), *along.values(arrays)]
-        found = _evaluate(body.jaxpr, body.consts, given, loop.iteration(index))
-        return carry.arrays(found[:carried]), stacked.arrays(found[carried:])
+    def step(state: list[Value], taken: PyTree) -> PyTree:
+        index, row = taken
+        given, inside = [*fixed, *state, *row], loop.iteration(index)
+        found = _evaluate(body.jaxpr, body.consts, given, inside)
+        made = zip((found[:carried], found[carried:]), (on_sides, stacked), strict=True)
+        return tuple(_plain(*each, alone, noise) for each in made)
 
     loop, order = noise.loop(), jnp.arange(params["length"])
     last, ys = jax.lax.scan(
         step,
-        carry.arrays(start),
+        _plain(start, on_sides, alone, noise),
         # A reversed scan begins with the last slice, which is its iteration 0.
-        (order[::-1] if params["reverse"] else order, along.arrays(slices)),
+        (
+            order[::-1] if params["reverse"] else order,
+            _plain(slices, list(map(_is_pair, slices)), alone, noise),
+        ),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry.values(last), *stacked.values(ys)]
+    return [*last, *ys]
 
 
 def _while(
@@ -757,25 +705,26 @@ def _while(
     params = equation.params
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     ends = np.cumsum([params["cond_nconsts"], params["body_nconsts"]])
-    for_test, for_body, start = np.split(np.arange(len(operands)), ends)
+    for_test, for_body, start = (
+        [operands[i] for i in own] for own in np.split(np.arange(len(operands)), ends)
+    )
     alone = any(map(_is_one_sided, operands))
-    carry = _Flat([has_sides(_side(operands[i])) for i in start], alone, noise)
+    on_sides = [has_sides(_side(x)) for x in start]
     loop = noise.loop()
 
-    def go_on(state: tuple[Array, list[Array]]) -> Array:
-        given = [*(operands[i] for i in for_test), *carry.values(state[1])]
+    def go_on(state: tuple[Array, list[Value]]) -> Array:
         # The rounded side decides for both how many iterations there are.
-        rounded = [_rounded(x) for x in given]
+        rounded = [_rounded(x) for x in (*for_test, *state[1])]
         return _rounded(_evaluate(test.jaxpr, test.consts, rounded, noise)[0])
 
-    def step(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        index, arrays = state
-        given = [*(operands[i] for i in for_body), *carry.values(arrays)]
-        found = _evaluate(body.jaxpr, body.consts, given, loop.iteration(index))
-        return index + 1, carry.arrays(found)
+    def step(state: tuple[Array, list[Value]]) -> tuple[Array, list[Value]]:
+        index, values = state
+        given, inside = [*for_body, *values], loop.iteration(index)
+        found = _evaluate(body.jaxpr, body.consts, given, inside)
+        return index + 1, _plain(found, on_sides, alone, noise)
 
-    begin = (jnp.int32(0), carry.arrays([operands[i] for i in start]))
-    return carry.values(jax.lax.while_loop(go_on, step, begin)[1])
+    begin = (jnp.int32(0), _plain(start, on_sides, alone, noise))
+    return jax.lax.while_loop(go_on, step, begin)[1]
 
 
 def _cond(
@@ -783,24 +732,19 @@ def _cond(
 ) -> list[Value]:
     index, *rest = operands
     alone = any(map(_is_one_sided, rest))
-    given = _Flat([isinstance(x, PrecisionPair) for x in rest], alone, noise)
-    results: list[Any] = equation.outvars
-    result = _Flat([has_sides(v.aval) for v in results], alone, noise)
+    on_sides = [has_sides(v.aval) for v in equation.outvars]
 
-    def branch(program: ClosedJaxpr) -> Callable[..., list[Array]]:
-        def evaluate(inside: Perturbation, *arrays: Array) -> list[Array]:
-            found = _evaluate(
-                program.jaxpr, program.consts, given.values(arrays), inside
-            )
-            return result.arrays(found)
+    def branch(program: ClosedJaxpr) -> Callable[..., list[Value]]:
+        def evaluate(*given: Value) -> list[Value]:
+            inside = noise.inner(jnp.uint32(0))
+            found = _evaluate(program.jaxpr, program.consts, given, inside)
+            return _plain(found, on_sides, alone, noise)
 
-        return lambda *arrays: evaluate(noise.inner(jnp.uint32(0)), *arrays)
+        return evaluate
 
     branches = [branch(program) for program in equation.params["branches"]]
-    arrays = jax.lax.switch(
-        _rounded(index).astype(jnp.int32), branches, *given.arrays(rest)
-    )
-    return result.values(arrays)
+    given = _plain(rest, list(map(_is_pair, rest)), alone, noise)
+    return jax.lax.switch(_rounded(index).astype(jnp.int32), branches, *given)
 
 
 def _linear_solve(
@@ -909,6 +853,10 @@ def _widened(key: str, value: object, wider: Callable[[Any], np.dtype]) -> objec
 # Values.
 
 
+def _is_pair(value: Value) -> bool:
+    return isinstance(value, PrecisionPair)
+
+
 def _is_one_sided(value: Value) -> bool:
     return isinstance(value, PrecisionPair) and value.rounded is None
 
@@ -937,6 +885,19 @@ def as_pair(value: Value, noise: Perturbation) -> PrecisionPair:
     if isinstance(value, PrecisionPair):
         return value
     return PrecisionPair(value, _wide(value, noise))
+
+
+def value_of(literal: Literal) -> Array:
+    """The array of a literal."""
+    # A Python number would become a 64-bit one here.
+    value = np.asarray(literal.val)
+    return jnp.asarray(value, getattr(literal.aval, "dtype", value.dtype))
+
+
+def paired(values: Iterable[Any], wide: Iterable[Any]) -> list[Value]:
+    """Values, of which those that are floating have the wide sides given in turn."""
+    rest = iter(wide)
+    return [PrecisionPair(x, next(rest)) if _is_float(x) else x for x in values]
 
 
 def _as_array(constant: ArrayLike) -> Array:

@@ -11,9 +11,11 @@ A run has one of three forms:
 
 - `BOTH`: the program as it is, and in float64 (`lockstep`);
 - `EXACT`: in float64 alone;
-- `DRAWN`: perturbed as rounding would, in float32 unless the program has float64. The
-  roundings of float32 come on top of those that are drawn: errors are at most somewhat
-  larger than those of the program.
+- `DRAWN`: perturbed as rounding would, in float64; of the form `drawn_form` in float32
+  unless the program has float64. The roundings of float32 come on top of those that are
+  drawn: errors are at most somewhat larger than those of the program.
+
+Several runs with the same rounded side can be made `together`.
 
 Decisions, such as an argmax, are the rounded side's. A run on one side takes them from
 a run of both: a piece that decides is *replayed* with the rounded inputs that it had
@@ -28,13 +30,14 @@ inside a piece.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.typing import ArrayLike
 
 from jdist._compat import equations_in
 from jdist.verify.bound import single_of, wide_of
@@ -51,6 +54,7 @@ from jdist.verify.evaluation.lockstep import (
     noise_pool,
     results_of,
     sized_variables,
+    value_of,
 )
 from jdist.verify.evaluation.products import kept_bits
 
@@ -65,6 +69,9 @@ class Form(NamedTuple):
       sized: Whether results have sizes.
       sizes: Their dtypes.
       held: Whether values under `stop_gradient` are those of the recorded run.
+      in_parts: Whether any sum may consist of parts (see `Perturbation`).
+      together: Whether wide sides are those of several runs, along axis 0. They have
+        one rounded side, and sizes are those of the first.
     """
 
     rounded: bool
@@ -73,18 +80,13 @@ class Form(NamedTuple):
     sized: bool = False
     sizes: Callable[[Any], np.dtype] = single_of
     held: bool = False
+    in_parts: bool = False
+    together: bool = False
 
 
 BOTH = Form(True, wide_of)
 EXACT = Form(False, wide_of)
-
-
-class Kind(NamedTuple):
-    """The arrays of a value with sides."""
-
-    rounded: bool
-    size: bool = False
-    narrow: np.dtype | None = None
+DRAWN = Form(False, wide_of, drawn=True)
 
 
 Recording = dict[int, "list[Value]"]
@@ -96,9 +98,15 @@ HELD = "held"
 # The equations, and the entries of the largest value, of a small program.
 FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
 
+# It is cut, too, where pieces have more equations on average, as updates of leaves do.
+MANY = 20
+
 # A longer program of as small values is left whole, too, if more than this share of its
 # equations would be compiled after it was cut: few pieces are alike.
 UNLIKE = 0.75
+
+# A group of more equations between products is divided.
+LONG = 100
 
 # Arrays with more entries have wide copies only while they are needed.
 LARGE = 2**18
@@ -158,14 +166,12 @@ class CompiledPiece(NamedTuple):
     """A piece in one form, compiled when it runs first.
 
     Attributes:
-      run: `run(noise, arrays, before)`; the noise is the amplitude, the seed, the pool
+      run: `run(noise, values, before)`; the noise is the amplitude, the seed, the pool
         and the beginning of positions.
-      kinds: Those of its outputs, None for a value without sides; known once it ran.
       missed: Primitives whose rounding could not be measured.
     """
 
-    run: Callable[..., list[jax.Array]]
-    kinds: list[Kind | None]
+    run: Callable[..., list[Value]]
     missed: set[str]
 
 
@@ -177,7 +183,7 @@ class Pieces:
       accumulation: The dtype in which sums of 16-bit numbers are accumulated.
       compiled: Compiled pieces by their keys, which programs may share.
       observer: Is called with every tapped value. Positions begin with the seed of the
-        run and the number of the piece. None if the program has no taps.
+        run and the number of the piece.
 
     Attributes:
       program: The program.
@@ -197,21 +203,23 @@ class Pieces:
     ) -> None:
         self.missed: set[str] = set()
         self._accumulation = accumulation
-        self._observer = observer
         self._compiled = compiled
         self.program = program
         self.inputs = [x.aval for x in program.jaxpr.invars]
         self._inputs, self._constants, equations, self._results = _inlined(program)
+        self._observer = observer if any(map(_shows, equations)) else None
         each = [(x.own.primitive.name, x.inputs, x.outputs) for x in equations]
         self._sized = sized_variables(each, self._results)
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
         cut = functools.partial(_cut, equations, self._inputs, self._results)
+        self._pieces, count = cut(_ALONE), len(equations)
+        short = count <= min(FEW_EQUATIONS, MANY * len(self._pieces))
         whole = self.largest <= FEW_ENTRIES and (
-            len(equations) <= FEW_EQUATIONS
-            or _unlike(cut(_ALONE)) > UNLIKE * len(equations)
+            short or _unlike(self._pieces) > UNLIKE * count
         )
-        self._pieces = cut(_APART if whole else _ALONE)
+        if whole:
+            self._pieces = cut(_APART)
         self.tiny = whole and self.largest <= TINY
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
@@ -231,8 +239,8 @@ class Pieces:
         inputs: Sequence[Value],
         form: Form,
         *,
-        amplitude: float = 0.0,
-        seed: int = 0,
+        amplitude: ArrayLike = 0.0,
+        seed: int | np.ndarray = 0,
         recording: Recording | None = None,
         replay: Recording | None = None,
         free: bool = False,
@@ -241,10 +249,12 @@ class Pieces:
         """Evaluates the program; to be called with 64-bit types enabled.
 
         Args:
-          inputs: Its arguments, as `lockstep.run` takes them.
+          inputs: Its arguments. A floating array is exact, with the same value on both
+            sides; a `PrecisionPair` has a wide side of its own.
           form: The form of the run.
-          amplitude: Factor of the perturbations.
-          seed: Seed of a drawn run, and the number of any run for an observer.
+          amplitude: Factor of the perturbations; of several runs one for each.
+          seed: Seed of a drawn run, and the number of any run for an observer; of
+            several runs one for each.
           recording: Is filled, for runs that replay it.
           replay: A recording.
           free: Whether decisions are made anew, and not replayed. The run then ends
@@ -268,26 +278,29 @@ class Pieces:
         for number, piece in enumerate(self._pieces):
             operands = [_entering_if(x in late, values[x], form) for x in piece.inputs]
             sided = any(isinstance(x, PrecisionPair) for x in operands)
-            kept = sided and (piece.decides or piece.holds)
-            before = None
-            if form.held and piece.holds and sided:
-                assert replay is not None
-                before = _flat([_leaving(x, EXACT) for x in replay[number]])
             if piece.decides and sided and not form.rounded:
                 if replay is None:
                     raise RoundedSideNeeded
                 own = free and bool(piece.decisions)
                 operands = _with_rounded(operands, replay[number], own)
-            if recording is not None and kept:
-                recording[number] = operands
+            before = None
+            if form.held and piece.holds and sided:
+                assert replay is not None
+                before = [
+                    _but(now, wide=getattr(old, "wide", None))
+                    for now, old in zip(operands, replay[number], strict=True)
+                ]
             noise = self._source(form, amplitude, seed, number)
             made = self._ran(piece, form, noise, operands, before)
+            if recording is not None and sided and (piece.decides or piece.holds):
+                recording[number] = operands
             values.update(made)
             results.take(made)
             for variable in piece.freed:
                 del values[variable]
-            if number % AHEAD == 0:
-                jax.block_until_ready(_flat(list(made.values())))
+            # Taps in loops deliver while a piece runs.
+            if number % AHEAD == 0 or self._observer is not None:
+                jax.block_until_ready(list(made.values()))
             if free and number == self._last_free:
                 return []
         return results.found if receive is None else []
@@ -298,35 +311,34 @@ class Pieces:
         form: Form,
         noise: Sequence[Any],
         operands: list[Value],
-        before: list[jax.Array] | None,
+        before: list[Value] | None,
     ) -> dict[InlinedVariable, Value]:
         """The outputs of a piece."""
         if self._abandoned:
             raise Abandoned
-        if self._observer is not None and _taps(piece):
-            return _tapped(piece, operands, form, noise, self._observer)
-        compiled = self._program(piece, operands, form, before is not None)
+        compiled = self._program(piece, form)
         try:
-            found = compiled.run(noise, _flat(operands), before)
+            found = compiled.run(noise, operands, before)
         except RoundedSideNeeded:
-            # What JAX does not evaluate in float64 is as the rounded side has it.
             piece.decides = True
             raise
+        # What JAX does not evaluate in float64 is as the rounded side has it.
+        piece.decides |= bool(compiled.missed)
         self.missed |= compiled.missed
-        return dict(zip(piece.outputs, _values(found, compiled.kinds), strict=True))
+        return dict(zip(piece.outputs, found, strict=True))
 
     def _source(
-        self, form: Form, amplitude: float, seed: int, number: int
+        self, form: Form, amplitude: ArrayLike, seed: int | np.ndarray, number: int
     ) -> tuple[Any, ...]:
         """The arguments of a piece's perturbation in this run: see `_compiled`."""
-        here: tuple[np.int32, ...] = ()
+        # NumPy's: to make scalars of JAX took as long as the pieces of a small program.
+        here: tuple[Any, ...] = ()
         if self._observer is not None:
             here = np.int32(seed), np.int32(number)
-        # NumPy's: to make scalars of JAX took as long as the pieces of a small program.
         if not form.drawn:
             return None, np.uint32(0), None, here
         bits = np.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
-        return np.float64(amplitude), bits, self._noise(), here
+        return np.asarray(amplitude, float), bits, self._noise(), here
 
     @contextlib.contextmanager
     def abandoned(self) -> Iterator[None]:
@@ -338,15 +350,20 @@ class Pieces:
             self._abandoned = False
 
     def exact(
-        self, inputs: Sequence[Value], recording: Recording | None = None
+        self,
+        inputs: Sequence[Value],
+        recording: Recording | None = None,
+        *,
+        sized: bool = False,
     ) -> list[PrecisionPair]:
         """The results in float64, and a rounded side where the program decides."""
+        form = EXACT._replace(sized=sized, sizes=wide_of)
         if not self.deciding:
             try:
-                return self.run(inputs, EXACT, recording=recording)
+                return self.run(inputs, form, recording=recording)
             except RoundedSideNeeded:
                 pass
-        return self.run(inputs, BOTH, recording=recording)
+        return self.run(inputs, form._replace(rounded=True), recording=recording)
 
     def _noise(self) -> jax.Array | np.ndarray:
         if self._pool is None:
@@ -358,18 +375,40 @@ class Pieces:
             self._placed = jnp.asarray(self._pool)
         return self._placed
 
-    def _program(
-        self, piece: Piece, operands: list[Value], form: Form, held: bool
-    ) -> CompiledPiece:
-        kinds = tuple(map(_kind, operands))
+    def _program(self, piece: Piece, form: Form) -> CompiledPiece:
         wanted = tuple(form.sized and x in self._sized for x in piece.outputs)
-        key = piece.key, kinds, wanted, form, held, self._accumulation
+        key = piece.key, wanted, form, self._accumulation, self._observer
         if key not in self._compiled:
             sized = self._sized if form.sized else frozenset()
+            # It runs once for several runs.
+            quick = self.tiny or (form.together and self.largest <= TINY)
             self._compiled[key] = _compiled(
-                piece, kinds, form, sized, self._accumulation, self.tiny, self._observer
+                piece, form, sized, self._accumulation, quick, self._observer
             )
         return self._compiled[key]
+
+
+class PiecesOf:
+    """The pieces of programs, made once; equal ones are compiled once.
+
+    Args:
+      accumulation: As of `Pieces`.
+    """
+
+    def __init__(self, accumulation: Any = None) -> None:
+        self._accumulation = accumulation
+        self._made: dict[Any, Pieces] = {}
+        self._compiled: dict[Any, CompiledPiece] = {}
+
+    def __call__(
+        self, program: ClosedJaxpr, observer: Observer | None = None
+    ) -> Pieces:
+        """The pieces of a program, whose taps are shown to an observer."""
+        key = program, observer
+        if key not in self._made:
+            options = self._accumulation, self._compiled, observer
+            self._made[key] = Pieces(program, *options)
+        return self._made[key]
 
 
 class _Results:
@@ -387,7 +426,7 @@ class _Results:
         self.wanted: dict[InlinedVariable, list[int]] = {}
         for number, variable in enumerate(variables):
             if isinstance(variable, Literal):
-                self._receive(number, _with_sides(_literal(variable), form))
+                self._receive(number, _with_sides(value_of(variable), form))
             else:
                 self.wanted.setdefault(variable, []).append(number)
 
@@ -474,13 +513,17 @@ def _inlined(
     results = walk(program.jaxpr, program.consts, inputs)
     needed, kept = set(results), []
     for equation in reversed(equations):
-        shows = any(x.primitive.name == "tap" for x in _all(equation.own))
-        effects = equation.own.effects or shows
+        effects = equation.own.effects or _shows(equation)
         if effects or not needed.isdisjoint(equation.outputs):
             kept.append(equation)
             needed.update(x for x in equation.inputs if not isinstance(x, Literal))
     constants = {x: value for x, value in constants.items() if x in needed}
     return inputs, constants, kept[::-1], results
+
+
+def _shows(equation: Equation) -> bool:
+    """Whether it has a tap."""
+    return any(x.primitive.name == "tap" for x in _all(equation.own))
 
 
 # Equations that always stand alone.
@@ -519,6 +562,8 @@ def _cut(
         else:
             groups[-1][0].append(equation)
         together = not alone
+    if singly is _ALONE:
+        groups = [(part, decides) for x, decides in groups for part in _divided(x)]
     last: dict[InlinedVariable, int] = {}
     for number, (group, _) in enumerate(groups):
         last.update((x, number) for each in group for x in _variables(each))
@@ -527,6 +572,40 @@ def _cut(
         _piece(group, decides, number, last, kept)
         for number, (group, decides) in enumerate(groups)
     ]
+
+
+def _divided(group: list[Equation]) -> Iterator[list[Equation]]:
+    """Parts of a long group that have nothing in common, such as updates of leaves."""
+    for part in _parts(group, through=True) if len(group) > LONG else [group]:
+        yield from _parts(part, through=False) if len(part) > LONG else [part]
+
+
+def _parts(group: list[Equation], *, through: bool) -> list[list[Equation]]:
+    """Parts of a group between which no array passes, in an order to run them in.
+
+    If not `through`, a number, such as a norm, connects nothing: what takes it runs
+    after what makes it.
+    """
+    # A part is known by its level, and by the place of its first equation.
+    parts: dict[tuple[int, int], list[int]] = {}
+    part_of: list[tuple[int, int]] = []
+    made: dict[Any, int] = {}
+    numbers: list[bool] = []
+    for place, equation in enumerate(group):
+        given = _variables(equation)
+        number = all(x.aval.size == 1 for x in (*given, *equation.outputs))
+        before = [made[x] for x in given if x in made]
+        steps = (part_of[i][0] + (numbers[i] != number) for i in before)
+        level = 0 if through else max(steps, default=0)
+        joined = sorted({part_of[i] for i in before if part_of[i][0] == level})
+        key = joined[0] if joined else (level, place)
+        parts[key] = [i for x in joined for i in parts.pop(x)] + [place]
+        part_of.append(key)
+        for i in parts[key]:
+            part_of[i] = key
+        numbers.append(number)
+        made.update((x, place) for x in equation.outputs)
+    return [[group[i] for i in sorted(parts[key])] for key in sorted(parts)]
 
 
 def _unlike(pieces: Sequence[Piece]) -> int:
@@ -654,22 +733,20 @@ def _shape_of(jaxpr: Jaxpr, consts: Sequence[Any]) -> object:
 
 
 # ---------------------------------------------------------------------------------
-# A piece as a program of arrays.
+# A piece as a program.
 
 
 def _compiled(
     piece: Piece,
-    kinds: Sequence[Kind | None],
     form: Form,
     sized: frozenset[Any],
     accumulation: Any,
-    tiny: bool,
+    quick: bool,
     observer: Observer | None,
 ) -> CompiledPiece:
-    made: list[Kind | None] = []
     missed: set[str] = set()
 
-    def evaluate(noise: Sequence[Any], arrays: Sequence[jax.Array]) -> list[Value]:
+    def once(noise: Sequence[Any], given: Sequence[Value]) -> list[Value]:
         amplitude, seed, pool, here = noise
         perturbation = Perturbation(
             amplitude,
@@ -678,72 +755,73 @@ def _compiled(
             missed,
             held=HELD if form.held and piece.holds else None,
             observer=observer,
+            in_parts=form.in_parts,
             loops=here,
             wider=form.wider,
             sizes=form.sizes,
             pool=pool,
         )
-        values = dict(zip(piece.inputs, _values(arrays, kinds), strict=True))
+        values = dict(zip(piece.inputs, given, strict=True))
         for equation in piece.equations:
             operands = [
-                _literal(x) if isinstance(x, Literal) else values[x]
+                value_of(x) if isinstance(x, Literal) else values[x]
                 for x in equation.inputs
             ]
-            here = not sized.isdisjoint(equation.outputs)
-            # With the mesh and settings of the equation's trace.
-            with equation.own.ctx.manager:
-                found = results_of(equation.own, operands, perturbation, here)
+            own = not sized.isdisjoint(equation.outputs)
+            found = results_of(equation.own, operands, perturbation, own)
             values.update(zip(equation.outputs, found, strict=True))
         return [_leaving(values[x], form) for x in piece.outputs]
 
     def run(
-        noise: Sequence[Any],
-        arrays: list[jax.Array],
-        before: list[jax.Array] | None,
-    ) -> list[jax.Array]:
-        def once(arrays: list[jax.Array]) -> list[jax.Array]:
-            found = evaluate(noise, arrays)
-            made[:] = map(_kind, found)
-            return _flat(found)
-
+        noise: Sequence[Any], given: list[Value], before: list[Value] | None
+    ) -> list[Value]:
+        if form.together:
+            return _together(once, noise, given)
         if before is None:
-            return once(arrays)
+            return once(noise, given)
         # The first is where `stop_gradient` holds its values.
-        both = [jnp.stack(x) for x in zip(before, arrays, strict=True)]
-        return [x[1] for x in jax.vmap(once, axis_name=HELD)(both)]
+        both = jax.tree.map(lambda *x: jnp.stack(x), before, given)
+        held = jax.vmap(functools.partial(once, noise), axis_name=HELD)(both)
+        return jax.tree.map(lambda x: x[1], held)
 
-    options = quick_to_compile(tiny)
-    return CompiledPiece(jax.jit(run, compiler_options=options), made, missed)
-
-
-def _taps(piece: Piece) -> bool:
-    """Whether it is a tap."""
-    return piece.equations[0].own.primitive.name == "tap"
+    if piece.equations[0].own.primitive.name == "tap":
+        return CompiledPiece(run, missed)  # It stands alone, and computes nothing.
+    options = quick_to_compile(quick)
+    return CompiledPiece(jax.jit(run, compiler_options=options), missed)
 
 
-def _tapped(
-    piece: Piece,
-    operands: list[Value],
-    form: Form,
-    noise: Sequence[Any],
-    observer: Observer,
-) -> dict[InlinedVariable, Value]:
-    """The output of a tap, if it has a use."""
-    (equation,) = piece.equations
-    values = dict(zip(piece.inputs, operands, strict=True))
-    given = [
-        _literal(x) if isinstance(x, Literal) else values[x] for x in equation.inputs
+def _together(
+    once: Callable[..., list[Value]], noise: Sequence[Any], given: list[Value]
+) -> list[Value]:
+    """Evaluates a piece for several runs, of which only wide sides differ."""
+
+    def apart(noise: Sequence[Any], given: list[Value]) -> tuple[list[Any], ...]:
+        found = once(noise, given)
+        return (
+            [x.wide if isinstance(x, PrecisionPair) else None for x in found],
+            [_but(x, wide=None, size=None) for x in found],
+            [x.size if isinstance(x, PrecisionPair) else None for x in found],
+        )
+
+    amplitude, *_, here = noise
+    drawn = None if amplitude is None else 0
+    own = drawn, drawn, None, here and (0, None)
+    axes = [
+        _but(x, rounded=None, wide=0, size=None)
+        if isinstance(x, PrecisionPair)
+        else None
+        for x in given
     ]
-    *_, here = noise
-    pairs = [_with_sides(x, form) for x in given]
-    found = observer(equation.own.params["name"], here, pairs)
-    return dict.fromkeys(piece.outputs, found if has_sides(found.wide) else found.wide)
+    wide, rest, sizes = jax.vmap(apart, (own, axes), (0, None, 0))(noise, given)
+    return [
+        _but(x, wide=each, size=None if size is None else size[0])
+        for x, each, size in zip(rest, wide, sizes, strict=True)
+    ]
 
 
-def _literal(atom: Literal) -> jax.Array:
-    # A Python number would become a 64-bit one here.
-    value = np.asarray(atom.val)
-    return jnp.asarray(value, getattr(atom.aval, "dtype", value.dtype))
+def _but(value: Value, **parts: Any) -> Any:
+    """A value with other parts, if it has any."""
+    return replace(value, **parts) if isinstance(value, PrecisionPair) else value
 
 
 def _entering(value: Any, form: Form) -> Value:
@@ -756,7 +834,8 @@ def _entering(value: Any, form: Form) -> Value:
     dtype = wide.dtype if rounded is None else form.wider(rounded.dtype)
     if wide.dtype != dtype:
         wide = wide.astype(dtype)
-    return PrecisionPair(rounded if form.rounded else None, wide)
+    size = value.size if form.sized else None
+    return PrecisionPair(rounded if form.rounded else None, wide, size)
 
 
 def _is_large(value: Any) -> bool:
@@ -771,54 +850,17 @@ def _leaving(value: Value, form: Form) -> Value:
     """A result of a piece; one that was replayed has a rounded side too many."""
     if not isinstance(value, PrecisionPair) or form.rounded:
         return value
-    return PrecisionPair(None, value.wide, value.size, value.narrow)
+    return replace(value, rounded=None)
 
 
 def _with_rounded(
     operands: list[Value], recorded: list[Value], own: bool
 ) -> list[Value]:
     """Operands with a rounded side: that of the recording, or their own rounded."""
+    each = zip(operands, recorded, strict=True)
     return [
-        PrecisionPair(
-            now.wide.astype(before.rounded.dtype) if own else before.rounded,
-            now.wide,
-            now.size,
-            now.narrow,
-        )
-        if isinstance(now, PrecisionPair) and isinstance(before, PrecisionPair)
+        _but(now, rounded=now.wide.astype(old.rounded.dtype) if own else old.rounded)
+        if isinstance(now, PrecisionPair) and isinstance(old, PrecisionPair)
         else now
-        for now, before in zip(operands, recorded, strict=True)
-    ]
-
-
-def _kind(value: Value) -> Kind | None:
-    if not isinstance(value, PrecisionPair):
-        return None
-    return Kind(value.rounded is not None, value.size is not None, value.narrow)
-
-
-def _flat(values: Sequence[Value]) -> list[jax.Array]:
-    """The arrays of values, in the order of `_values`."""
-    flat: list[jax.Array] = []
-    for value in values:
-        if isinstance(value, PrecisionPair):
-            parts = value.wide, value.rounded, value.size
-            flat += [x for x in parts if x is not None]
-        else:
-            flat.append(value)
-    return flat
-
-
-def _values(arrays: Sequence[jax.Array], kinds: Sequence[Kind | None]) -> list[Value]:
-    rest = iter(arrays)
-    return [
-        next(rest)
-        if kind is None
-        else PrecisionPair(
-            wide=next(rest),
-            rounded=next(rest) if kind.rounded else None,
-            size=next(rest) if kind.size else None,
-            narrow=kind.narrow,
-        )
-        for kind in kinds
+        for now, old in each
     ]

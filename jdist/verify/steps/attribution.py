@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
-from jdist.verify.evaluation import Perturbation, PrecisionPair, Value, run
+from jdist.verify.evaluation import BOTH, PrecisionPair, Value
 from jdist.verify.explanations import diagnose
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts
@@ -376,10 +375,14 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
     # Far from 0, because the tangent is divided by it.
     direction = [rng.uniform(1, 2, size=x.shape).astype(x.dtype) for x in own]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        update = jax.jit(lambda *wide: _update(moment, list(wide)))
         # Two gradients: a slope that differs between them is not linear.
         slopes = [
-            jax.jvp(update, [x * small for x in own], direction) for small in SMALL
+            jax.jvp(
+                lambda *wide: _update(moment, wide),
+                [x * small for x in own],
+                direction,
+            )
+            for small in SMALL
         ]
     known: dict[str, Accumulator] = {}
     averages = _averages(moment)
@@ -412,7 +415,7 @@ def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
     return float(f"{factor:.11e}")
 
 
-def _update(moment: Moment, gradient: list[jax.Array]) -> list[jax.Array]:
+def _update(moment: Moment, gradient: Sequence[ArrayLike]) -> list[jax.Array]:
     """The reference's update of another gradient, in float64."""
     after = _updated_from(moment, _start(moment), gradient)
     return [x.wide for x in after if is_inexact(x.rounded)]
@@ -426,14 +429,14 @@ def _start(moment: Moment) -> list[Value]:
 
 
 def _updated_from(
-    moment: Moment, state: Sequence[Value], gradient: Sequence[jax.Array]
+    moment: Moment, state: Sequence[Value], gradient: Sequence[ArrayLike]
 ) -> list[PrecisionPair]:
     """The reference's update of any state and gradient, in float64."""
     assert moment.composed is not None
     params, own, _ = map(jax.tree.leaves, moment.composed.inputs)
     pairs, count = map(PrecisionPair, own, gradient), len(params)
     given = [*state[:count], *pairs, *state[count:]]
-    return run(moment.composed.update, given, Perturbation(None, jnp.uint32(0)))
+    return moment.composed.update.run(given, BOTH)
 
 
 # --- an update for each part of the batch ---
@@ -454,26 +457,18 @@ def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> s
     if not told:
         return ""
 
-    @jax.jit
-    def turn(state: Any, gradient: Any) -> Any:
-        given = [PrecisionPair(*x) if is_inexact(x[0]) else x[0] for x in state]
-        after = _updated_from(moment, given, gradient)
-        return [(x.rounded, x.wide) for x in after]
-
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        # Keys of random numbers have no float64.
-        begin = [
-            (x, in_double(np.asarray(x)) if is_inexact(x) else x)
-            for x in _start(moment)
-        ]
+        begin: list[Value] = _start(moment)
         for count, shares, gradients in moment.in_parts():
             # Each micro-batch's share of the gradient, or a gradient of its own.
             for scales in dict.fromkeys([tuple(shares), (1.0,) * count]):
                 state = begin
                 for scale, own in zip(scales, gradients, strict=True):
                     given = [x for p, x in own.items() if x is not None]
-                    state = turn(state, [scale * in_double(x) for x in given])
-                made = {p: x[1] for p, x in zip(names, state, strict=True)}
+                    slope = [scale * in_double(x) for x in given]
+                    after = _updated_from(moment, state, slope)
+                    state = [x if is_inexact(x.rounded) else x.rounded for x in after]
+                made = {p: x.wide for p, x in zip(names, after, strict=True)}
                 if all(_explains(np.asarray(made[p]), p, found, moment) for p in told):
                     return _turns_told(count, states, moment)
     return ""
@@ -513,7 +508,7 @@ def _explained(
     """Whether the reference's update of that gradient gives what was found."""
     order = [p for p, x in moment.wanted.items() if p in gradient and x is not None]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        after = _update(moment, [jnp.asarray(gradient[path]) for path in order])
+        after = _update(moment, [gradient[path] for path in order])
     made = dict(zip(_floating(moment), map(np.asarray, after), strict=True))
     return all(_explains(made[path], path, found, moment) for path in failing)
 
@@ -545,10 +540,10 @@ def _factor_of_gradient(
     own = [in_double(x) for x in jax.tree.leaves(moment.composed.inputs[1])]
     before = [in_double(moment.before[p]) for p in params]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        update = jax.jit(lambda f: _update(moment, [f * jnp.asarray(g) for g in own]))
 
         def left(power: float) -> np.ndarray:
-            after = dict(zip(names, update(2.0**power), strict=True))
+            scaled = [2.0**power * g for g in own]
+            after = dict(zip(names, _update(moment, scaled), strict=True))
             made = [
                 np.asarray(after[p]) - x for p, x in zip(params, before, strict=True)
             ]

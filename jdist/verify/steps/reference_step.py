@@ -1,9 +1,9 @@
 """A reference that is one step function, and bounds on other right steps.
 
 A `reference_step(state, batch) -> state` shows neither loss nor gradient. Its program
-is evaluated as a whole in float64, in lockstep with itself (`lockstep`): once exactly,
-and `FOLLOWED` times with every equation perturbed by as much as a right program's
-rounding may reach there, lambda deviations. Each step starts from perturbed states.
+is evaluated in float64, piece by piece (`piecewise`): once exactly, and `FOLLOWED`
+times with every equation perturbed by as much as a right program's rounding may reach
+there, lambda deviations. Each step starts from perturbed states.
 
 A right trainer may split the batch, so that what the reference sums at once it sums in
 parts, each rounded to its own dtype. Such parts are sums of the same terms: every term
@@ -18,23 +18,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jdist._compat import double_precision, fast_in_loops
+from jdist._compat import double_precision
 from jdist._errors import requirement
 from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
 from jdist.verify.evaluation import (
+    DRAWN,
     Choice,
-    Perturbation,
-    PrecisionPair,
-    is_tiny,
-    quick_to_compile,
+    Pieces,
+    PiecesOf,
+    Value,
+    paired,
     rounding_note,
-    run,
 )
 from jdist.verify.measure import choices_in, magnified
 from jdist.verify.steps.trajectory import (
@@ -42,11 +41,13 @@ from jdist.verify.steps.trajectory import (
     Moment,
     OtherSteps,
     changed,
+    each_run,
     limits_of,
     named,
     on_host,
     size_of,
     sized,
+    stacked,
     starts,
     unsized,
 )
@@ -125,12 +126,7 @@ class ReferenceStep:
         others = starts(state)
         origin = [wide[0] for wide in others]
 
-        @cache
-        def compiled(tiny: bool) -> Callable[..., Any]:
-            options = quick_to_compile(tiny)
-            return jax.jit(
-                self._moved, static_argnums=(0, 1, 2), compiler_options=options
-            )
+        pieces_of = PiecesOf(accumulation)
 
         def steps(
             begin: int, state: PyTree, others: list[np.ndarray], change: Choice
@@ -139,13 +135,10 @@ class ReferenceStep:
                 program = advance.trace(state, batch).jaxpr
                 factor = magnified(program)
                 before = [wide[0] for wide in others]
-                leaves = jax.tree.leaves((state, batch))
                 with double_precision(), jax.numpy_dtype_promotion("standard"):
-                    # One seed for each followed trainer and step.
-                    seed = jnp.uint32(t * (FOLLOWED + 1))
-                    moved, given = compiled(is_tiny(program)), (leaves, others, seed)
-                    found = moved(program, factor, accumulation, *given)
-                    wide, sizes = jax.tree.map(np.asarray, found)
+                    pieces = pieces_of(program)
+                    wide, sizes = _moved(pieces, factor, state, batch, others, t)
+                self.unmeasured |= pieces.missed
                 after, wide = changed(advance(state, batch), wide, change)
                 wanted = on_host(named_state(after))
                 # Perturbations of an all-float64 program are `factor` times too large.
@@ -170,46 +163,28 @@ class ReferenceStep:
 
         return steps(0, state, others, {})
 
-    def _moved(
-        self,
-        program: ClosedJaxpr,
-        factor: float,
-        accumulation: DTypeLike | None,
-        leaves: list[jax.Array],
-        others: list[jax.Array],
-        seed: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Takes one step from each state, of which 0 is exact; returns its size too."""
-        entries = sum(x[0].size for x in others)
 
-        def one(
-            each: tuple[jax.Array, list[jax.Array]],
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
-            number, wide = each
-            amplitude = jnp.where(number == 0, 0.0, factor * confidence(entries))
-            noise = Perturbation(
-                amplitude,
-                seed + number.astype(jnp.uint32),
-                accumulation,
-                self.unmeasured,
-                in_parts=True,
-            )
-            values = iter(wide)
-            # Leaves of the state come first, as many as results; the batch stays exact.
-            count = len(program.out_avals)
-            given: list[Any] = [
-                unsized(PrecisionPair(x, next(values)))
-                if i < count and is_inexact(x)
-                else x
-                for i, x in enumerate(leaves)
-            ]
-            found = run(program, given, noise)
-            floating = [x for x in found if is_inexact(x.rounded)]
-            return [x.wide for x in floating], list(map(size_of, floating))
+def _moved(
+    pieces: Pieces,
+    factor: float,
+    state: PyTree,
+    batch: PyTree,
+    others: list[np.ndarray],
+    step: int,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Takes one step from each state, of which 0 is exact; returns its size too."""
 
-        # A loop, so that memory does not grow with the number followed.
-        each = fast_in_loops(partial(jax.lax.map, one))
-        return each((jnp.arange(FOLLOWED + 1), others))
+    def given(number: int) -> list[Value]:
+        own = paired(jax.tree.leaves(state), (x[number] for x in others))
+        return [*map(unsized, own), *jax.tree.leaves(batch)]
+
+    amplitude = factor * confidence(sum(x[0].size for x in others))
+    # One seed for each followed trainer and step.
+    options = DRAWN._replace(in_parts=True), amplitude, step * (FOLLOWED + 1)
+    runs = each_run(pieces, given, *options, sized=True)
+    first = next(runs)
+    sizes = [size_of(x) for x in first if is_inexact(x.wide)]
+    return stacked([first, *runs]), sizes
 
 
 def named_state(state: PyTree) -> dict[str, Any]:

@@ -5,7 +5,7 @@ steps roundings that err as often up as down add up as a random walk, while a st
 always loses the same part drifts: a second moment in bfloat16 that decays by a
 thousandth in each step never decays, because that is less than half of its spacing.
 
-The update is run in float64, in lockstep with itself (`lockstep`): once exactly,
+The update is run in float64 (`piecewise`), all runs of a step together: once exactly,
 `DRAWS` times with roundings that are random in every step, from which the bound on a
 right leaf follows as on a gradient (`bound`, 3.), and `LASTING` times with roundings
 that are the same in every step. The largest distance of the latter is added for leaves
@@ -16,28 +16,27 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from jdist._compat import double_precision, fast_in_loops
+from jdist._compat import double_precision
 from jdist._errors import check_function, quoted, requirement
 from jdist._tree import PyTree, is_inexact
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import Limit, Sums, accumulated, in_double, measured_bound
 from jdist.verify.comparison import compare_leaves
-from jdist.verify.evaluation import Choice, Perturbation, PrecisionPair, run
+from jdist.verify.evaluation import Choice, Pieces, paired
 from jdist.verify.measure import Choices, choices_in, magnified
 from jdist.verify.processes import brought, on_one_device
 from jdist.verify.report import LeafReport, Report
-from jdist.verify.steps.trajectory import changed, named, on_host
+from jdist.verify.steps.trajectory import changed, named, on_host, run_together
 
 DRAWS = 32
 LASTING = 8
+RUNS = 1 + DRAWS + LASTING
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`update(params, gradient, opt_state) -> (params, opt_state)`."""
@@ -225,26 +224,32 @@ class _Exact:
 
     def __init__(self, own: _Run, gradient: PyTree) -> None:
         self.own, (params, opt_state) = own, own.state
-        self.program = own.update.trace(params, gradient, opt_state).jaxpr
-        check_references("drift(update=...)", self.program)
-        self.factor = magnified(self.program)
+        program = own.update.trace(params, gradient, opt_state).jaxpr
+        check_references("drift(update=...)", program)
+        self.pieces, self.factor = Pieces(program, None, {}), magnified(program)
         leaves = own.leaves()
         self.dtypes = {p: str(x.dtype) for p, x in leaves.items() if x is not None}
         self.hidden: dict[str, str] = {}
         self.start = {p: in_double(x) for p, x in leaves.items() if is_inexact(x)}
-        count = 1 + DRAWS + LASTING
-        self.wide = [np.stack([x] * count) for x in self.start.values()]
+        self.wide = [np.stack([x] * RUNS) for x in self.start.values()]
 
     def step(self, gradient: PyTree, t: int) -> None:
         """Takes a step, exactly and in its own precision."""
         own = self.own
         self._before = own.state, self.wide, (gradient,)
-        given = jax.tree.leaves((own.state, gradient))
-        count = len(jax.tree.leaves(own.state[0])), len(jax.tree.leaves(own.state))
+        params, opt_state = own.state
+        count = sum(map(is_inexact, jax.tree.leaves(params)))
+        slopes = (in_double(x) for x in jax.tree.leaves(gradient) if is_inexact(x))
+        exact = [np.broadcast_to(x, (RUNS, *x.shape)) for x in slopes]
+        wide = [*self.wide[:count], *exact, *self.wide[count:]]
+        given = paired(jax.tree.leaves((params, gradient, opt_state)), wide)
+        numbers = np.arange(RUNS)
+        lasting = numbers > DRAWS
+        # Uniform in twice the unit, whose mean size is a whole rounding unit.
+        amplitude = np.where(lasting, 2.0, np.sign(numbers)) * self.factor
+        seeds = numbers + np.where(lasting, 0, t << 6)
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            seed = jnp.uint32(t)
-            found = _moved(self.program, count, self.factor, given, self.wide, seed)
-            self.wide = jax.tree.map(np.asarray, found)
+            self.wide, _ = run_together(self.pieces, given, amplitude, seeds)
         own.step(gradient)
 
     def choices(self) -> Choices:
@@ -289,34 +294,3 @@ class _Exact:
                 f"{np.max(limit.bound):.1e}: no step at all would pass too"
             )
         return limit
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _moved(
-    program: ClosedJaxpr,
-    count: tuple[int, int],
-    factor: float,
-    leaves: list[jax.Array],
-    wide: list[jax.Array],
-    step: jax.Array,
-) -> list[jax.Array]:
-    """Takes one step of each; `count` are the leaves of parameters and of the state."""
-
-    def one(each: tuple[jax.Array, list[jax.Array]]) -> list[jax.Array]:
-        number, own = each
-        lasting = number > DRAWS
-        # Uniform in twice the unit, whose mean size is a whole rounding unit.
-        amplitude = jnp.where(lasting, 2.0, jnp.where(number == 0, 0.0, 1.0)) * factor
-        seed = number.astype(jnp.uint32) + jnp.where(lasting, 0, step << 6)
-        values = iter(own)
-        state = [
-            PrecisionPair(x, next(values)) if is_inexact(x) else x
-            for x in leaves[: count[1]]
-        ]
-        given = [*state[: count[0]], *leaves[count[1] :], *state[count[0] :]]
-        found = run(program, given, Perturbation(amplitude, seed))
-        return [x.wide for x in found if is_inexact(x.rounded)]
-
-    # A loop, so that memory does not grow with the number of runs.
-    each = fast_in_loops(partial(jax.lax.map, one))
-    return each((jnp.arange(1 + DRAWS + LASTING), wide))

@@ -8,9 +8,9 @@ name, on any device and in any loop, must be one of the reference's values.
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
@@ -19,7 +19,7 @@ from jdist._compat import equations_in
 from jdist._errors import quoted, requirement
 from jdist._tree import is_inexact
 from jdist.verify.bound import Limit, in_double
-from jdist.verify.evaluation import Observer, Position, PrecisionPair
+from jdist.verify.evaluation import Position, PrecisionPair
 from jdist.verify.tracing import TapRecord, TapRecording
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import in_program_order
@@ -43,7 +43,7 @@ class SeenValues:
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self._lock = threading.Lock()
-        self._sides: dict[Any, dict[int, Sequence[np.ndarray]]] = defaultdict(dict)
+        self._sides: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     @classmethod
     def of(cls, update: ClosedJaxpr, loss: Callable[[], Any]) -> "SeenValues":
@@ -62,28 +62,26 @@ class SeenValues:
                 raise ValueError(requirement("step(update=...)", rule, quoted(both[0])))
         return cls(names)
 
-    def observer(self, number: jax.Array) -> Observer:
-        """Shows what the taps of one trainer pass on."""
-
-        def observe(
-            name: str, position: Position, given: Sequence[PrecisionPair]
-        ) -> PrecisionPair:
-            value = given[0]
-            if not is_inexact(value.rounded):
-                return value  # Its results tell.
-            at = jnp.stack([jnp.asarray(p, jnp.int32) for p in position])
-            # The wide side passes on: results are made of it, so the tap is kept.
-            sides = value.wide, value.rounded
-            shown = show(*sides, at, number, name=name, receive=self._receive)
-            return PrecisionPair(value.rounded, shown, value.size)
-
-        return observe
+    def observe(
+        self, name: str, position: Position, given: Sequence[PrecisionPair]
+    ) -> PrecisionPair:
+        """Shows what a tap passes on, of all trainers together."""
+        value = given[0]
+        if not is_inexact(value.rounded):
+            return value  # Its results tell.
+        # The trainer's number makes a row of what is the same for all of them.
+        number, *place = position
+        at = jnp.stack([jnp.asarray(x, jnp.int32) for x in place])
+        # The wide side passes on: results are made of it, so the tap is kept.
+        sides = value.wide, value.rounded
+        shown = show(*sides, at, jnp.asarray(number), name=name, receive=self._receive)
+        return replace(value, wide=shown)
 
     def _receive(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
         del axes
-        *sides, position, number = arrays
+        wide, rounded, at, _ = arrays
         with self._lock:
-            self._sides[tuple(position.tolist()), name][int(number)] = sides
+            self._sides[tuple(at[0].tolist()), name] = rounded[0], wide
 
     def taken(self) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
         """The values of the last step by label, and each of all trainers in float64.
@@ -91,17 +89,17 @@ class SeenValues:
         The label is the name, with a number if the tap is passed several times.
         """
         with self._lock:
-            sides, self._sides = self._sides, defaultdict(dict)
+            sides, self._sides = self._sides, {}
         # By position, because XLA's threads show taps in any order.
         keys = sorted(sides)
         count, number = Counter(name for _, name in keys), Counter[str]()
         values, others = {}, []
         for key in keys:
-            name, own = key[1], sides[key]
+            name = key[1]
             label = f"{name}[{number[name]}]" if count[name] > 1 else name
             number[name] += 1
-            values[label] = own[0][1]
-            others.append(np.stack([own[trainer][0] for trainer in sorted(own)]))
+            values[label], wide = sides[key]
+            others.append(wide)
         return values, others
 
 

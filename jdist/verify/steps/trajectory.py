@@ -2,11 +2,11 @@
 
 The reference is composed: the one-device gradient of each batch, then the optimizer's
 update. How far two right trainers may be apart is found by following other right ones
-in float64, in lockstep with it (`lockstep`). At every step their gradient is moved by
-the gradient's own bound, up or down at random in each entry, and every equation of the
-update by its rounding; each next gradient is taken at the moved parameters. With
-D their largest distance from the unmoved one, R what the reference's own rounding did
-to it, and s the way from the start:
+in float64, piece by piece (`piecewise`). At every step their gradient is moved by the
+gradient's own bound, up or down at random in each entry, and every equation of the
+update by its rounding; each next gradient is taken at the moved parameters. With D
+their largest distance from the unmoved one, R what the reference's own rounding did to
+it, and s the way from the start:
 
     bound = sqrt(2) D + 2 R + lambda u (|p| + sqrt(2 EXTRA) |s|)
 
@@ -28,19 +28,22 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import double_precision, fast_in_loops
+from jdist._compat import double_precision
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.evaluation import (
+    DRAWN,
+    EXACT,
     Choice,
-    Perturbation,
+    Form,
+    Pieces,
+    PiecesOf,
     PrecisionPair,
+    Recording,
     Value,
-    is_tiny,
-    quick_to_compile,
+    paired,
     rounding_note,
-    run,
 )
 from jdist.verify.measure import Choices, Counted, Measured, ReducedLoss, choices_in
 from jdist.verify.oracle import reduced
@@ -113,11 +116,11 @@ class Composed(NamedTuple):
 
     Attributes:
       inputs: The arguments of the update: `(params, gradient, opt_state)`.
-      update: The program of the update.
+      update: The update's program.
     """
 
     inputs: tuple[PyTree, PyTree, PyTree]
-    update: ClosedJaxpr
+    update: Pieces
 
 
 class OtherSteps(NamedTuple):
@@ -195,7 +198,8 @@ class _Begin(NamedTuple):
     """Where one of the reference's steps begins.
 
     Attributes:
-      programs: Those of gradient and update; what counts and measures a batch.
+      programs: Those of gradient and update; what counts and measures a batch; and the
+        pieces of programs.
       state: Parameters, optimizer state and model state.
       others: The leaves of the trainers that are followed.
       number: The number of steps before.
@@ -235,11 +239,11 @@ def trajectory(
     origin = [wide[0] for wide in starts(start)]
     if begin is None:
         compiled = jax.jit(training.gradient), jax.jit(training.update)
-        programs = *compiled, *_measurement(training)
+        programs = *compiled, *_measurement(training), PiecesOf()
         begin = _Begin(programs, start, starts(start))
     seen: SeenValues | None = None
     for t, weighted in enumerate(batches[begin.number :], begin.number):
-        gradient_of, updated, counted, measure = begin.programs
+        gradient_of, updated, counted, measure, pieces_of = begin.programs
         (params, opt_state, states), others = begin.state, begin.others
         batch, own, _ = given = counted(params, *weighted)
         # At the reference's parameters: the others are moved in lockstep with it.
@@ -251,16 +255,15 @@ def trajectory(
         (gradient, *_, new), _ = changed(results, (), change)
         by_choice = [change.get(n, 0.0) for n in range(len(known))]
         taken = _Taken(begin.state, gradient, (batch, own), known, by_choice)
-        given_to = params, batch, own, states
-        # Taps are part of a program only if it is traced during a recording.
-        with TapRecording():
-            update = updated.trace(params, gradient, opt_state).jaxpr
-        traced = gradient_of.trace(*given_to).jaxpr, update
-        check_references("step(update=...)", update)
+        traced = partial(gradient_of.trace, params, batch, own, states)
+        update = _traced_update(updated, params, gradient, opt_state)
         if seen is None:
-            seen = SeenValues.of(update, partial(gradient_of.trace, *given_to))
+            seen = SeenValues.of(update, traced)
+        differentiate = traced().jaxpr
         before = [wide[0] for wide in others]
-        others, slopes, sizes = _move(traced, training.stateful, seen, taken, others, t)
+        pieces = pieces_of(differentiate), pieces_of(update, seen.observe)
+        options = training.stateful, bool(seen.names), t
+        others, slopes, sizes = _moved(pieces, taken, others, *options)
         after = (*updated(params, gradient, opt_state), new)
         wanted = on_host(named(*after))
         limits, moves = limits_of(wanted, others, (origin, before), sizes, t + 1)
@@ -272,10 +275,10 @@ def trajectory(
             {**_gradient_limits(gradients, measured, slopes), **bounds, **limits},
             moves,
             sized(moves, sizes),
-            Composed((params, gradient, opt_state), traced[1]),
+            Composed((params, gradient, opt_state), pieces_of(update)),
             _stale(begin, batch, own),
             partial(_in_parts, training, gradient_of, begin.state, weighted),
-            rounding_note(*traced),
+            rounding_note(differentiate, update),
             OtherSteps(
                 cache(partial(_choices, training, measured, begin, (batch, own))),
                 [p for p, x in {**gradients, **wanted}.items() if x is not None],
@@ -283,6 +286,14 @@ def trajectory(
             ),
         )
         begin, change = _Begin(begin.programs, after, others, t + 1, params), {}
+
+
+def _traced_update(updated: jax.stages.Wrapped, *given: PyTree) -> ClosedJaxpr:
+    # Taps are part of a program only if it is traced during a recording.
+    with TapRecording():
+        program = updated.trace(*given).jaxpr
+    check_references("step(update=...)", program)
+    return program
 
 
 def _choices(
@@ -411,103 +422,164 @@ def starts(start: PyTree) -> list[np.ndarray]:
     ]
 
 
-def _move(
-    programs: tuple[ClosedJaxpr, ClosedJaxpr],
-    stateful: bool,
-    seen: SeenValues,
-    taken: _Taken,
-    others: list[np.ndarray],
+def each_run(
+    pieces: Pieces,
+    given: Callable[[int], list[Value]],
+    form: Form,
+    amplitude: float,
     seed: int,
-) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Takes one step of each trainer; returns states, gradients and sizes."""
-    with double_precision(), jax.numpy_dtype_promotion("standard"):
-        moved = _compiled(is_tiny(*programs))
-        found = moved(programs, stateful, seen, taken, others, jnp.uint32(seed))
-        after, slopes, sizes = jax.tree.map(np.asarray, found)
-        return after, slopes, sizes
+    *,
+    sized: bool = False,
+) -> Iterator[list[PrecisionPair]]:
+    """The results of each trainer that is followed, by the decisions of the first.
+
+    Args:
+      pieces: The program.
+      given: The arguments that a trainer has, by its number.
+      form: The form of the runs but for the first, which is exact.
+      amplitude: Factor of their perturbations.
+      seed: Seed of the first; each has its own.
+      sized: Whether the first has sizes.
+    """
+    recording = Recording()
+    yield pieces.exact(given(0), recording, sized=sized)
+    for number in range(1, FOLLOWED + 1):
+        yield pieces.run(
+            given(number),
+            form,
+            amplitude=amplitude,
+            seed=seed + number,
+            replay=recording,
+        )
 
 
-@cache
-def _compiled(tiny: bool) -> Callable[..., Any]:
-    options = quick_to_compile(tiny)
-    return jax.jit(_moved, static_argnums=(0, 1, 2), compiler_options=options)
+def stacked(found: Iterable[Sequence[PrecisionPair]]) -> list[np.ndarray]:
+    """Floating results of several runs, `(runs, ...)` each."""
+    wide = ([np.asarray(x.wide) for x in own if is_inexact(x.wide)] for own in found)
+    return [np.stack(x) for x in zip(*wide, strict=True)]
 
 
 def _moved(
-    programs: tuple[ClosedJaxpr, ClosedJaxpr],
-    stateful: bool,
-    seen: SeenValues,
+    pieces: tuple[Pieces, Pieces],
     taken: _Taken,
-    others: PyTree,
-    seed: jax.Array,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    differentiate, update = programs
+    others: list[np.ndarray],
+    stateful: bool,
+    tapped: bool,
+    step: int,
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Takes one step of each trainer; returns states, gradients and sizes."""
+    differentiate, update = pieces
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        slopes, states = _differentiated(differentiate, taken, others, step, stateful)
+        moved, sizes = _updated(update, taken, others, slopes, step, tapped)
+    return [*moved, *states], slopes, [*sizes, *[np.zeros(())] * len(states)]
+
+
+def _differentiated(
+    pieces: Pieces,
+    taken: _Taken,
+    others: list[np.ndarray],
+    step: int,
+    stateful: bool,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Each trainer's gradient, and the model's new state."""
     leaves = jax.tree.leaves(taken.state)
     params, opt_state, _ = (len(jax.tree.leaves(x)) for x in taken.state)
     count = len(jax.tree.leaves(taken.gradient))
-    entries = sum(x.size for x in jax.tree.leaves(taken.gradient))
 
-    def one(
-        each: tuple[jax.Array, list[jax.Array]],
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        number, wide = each
-        moving = jnp.where(number == 0, 0.0, confidence(entries))
-        # One seed for each followed trainer and step.
-        own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
-        values = iter(wide)
-        state = [PrecisionPair(x, next(values)) if is_inexact(x) else x for x in leaves]
-        # The gradient's own rounding is in the bound by which it is moved.
-        exact = Perturbation(None, own)
-        rounding = Perturbation(moving, own)
-        given = [
-            *state[:params],
-            *jax.tree.leaves(taken.batch),
-            *state[params + opt_state :],
-        ]
-        # The reference's own order of leaves: the loss, the gradient, the new state.
-        _, *slopes = run(differentiate, given, exact)[: count + 1]
-        gradient = _shifted(taken, slopes, own, number, bool(seen.names))
-        # With size 0, so that sizes of results are those of the steps alone.
-        kept = list(map(unsized, state[: params + opt_state]))
-        shown = replace(rounding, observer=seen.observer(number))
-        found = run(update, [*kept[:params], *gradient, *kept[params:]], shown)
-        if stateful:
-            # No sum over examples: perturbed by the rounding of the whole loss.
-            found += run(differentiate, given, rounding)[count + 1 :]
-        floating = [x for x in found if is_inexact(x.rounded)]
-        after = [x.wide for x in floating]
-        return after, [slope.wide for slope in slopes], list(map(size_of, floating))
+    def given(number: int) -> list[Value]:
+        state = paired(leaves, (x[number] for x in others))
+        batch = jax.tree.leaves(taken.batch)
+        return [*state[:params], *batch, *state[params + opt_state :]]
 
-    # A loop, so that memory does not grow with the number followed.
-    each = fast_in_loops(partial(jax.lax.map, one))
-    return each((jnp.arange(FOLLOWED + 1), others))
+    # The reference's own order of leaves: the loss, the gradient, the new state.
+    # The gradient's own rounding is in the bound by which it is moved.
+    exact = each_run(pieces, given, EXACT, 0.0, 0)
+    if step == 0:  # All start at the same parameters.
+        first = stacked([next(exact)[1 : count + 1]])
+        slopes = [np.broadcast_to(x, (FOLLOWED + 1, *x.shape[1:])) for x in first]
+    else:
+        slopes = stacked(x[1 : count + 1] for x in exact)
+    if not stateful:
+        return slopes, []
+    # No sum over examples: perturbed by the rounding of the whole loss.
+    rounding = each_run(pieces, given, DRAWN, _moving(taken), _seed(step))
+    return slopes, stacked(x[count + 1 :] for x in rounding)
+
+
+def _updated(
+    pieces: Pieces,
+    taken: _Taken,
+    others: list[np.ndarray],
+    slopes: list[np.ndarray],
+    step: int,
+    tapped: bool,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Each trainer's parameters and optimizer state, and the sizes of their steps."""
+    own = jax.tree.leaves(taken.state[:2])
+    count = len(jax.tree.leaves(taken.state[0]))
+    numbers = np.arange(FOLLOWED + 1)
+    # With size 0, so that sizes of results are those of the steps alone.
+    kept = list(map(unsized, paired(own, others)))
+    gradient = _shifted(taken, slopes, step, tapped)
+    given = [*kept[:count], *gradient, *kept[count:]]
+    amplitude = np.where(numbers == 0, 0.0, _moving(taken))
+    return run_together(pieces, given, amplitude, _seed(step) + numbers)
+
+
+def run_together(
+    pieces: Pieces, given: list[Value], amplitude: np.ndarray, seeds: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Runs an update for several trainers at once.
+
+    Args:
+      pieces: The update's program.
+      given: Its arguments, of which floating ones have a wide side for each trainer.
+      amplitude: Factor of the perturbations of each.
+      seeds: Their seeds.
+
+    Returns:
+      The floating results, `(trainers, ...)` each, and the sizes of the first's.
+    """
+    form = DRAWN._replace(rounded=True, sized=True, sizes=wide_of, together=True)
+    found = pieces.run(given, form, amplitude=amplitude, seed=seeds)
+    floating = [x for x in found if is_inexact(x.rounded)]
+    # What depends on no floating number has one wide side for all.
+    wide = [np.broadcast_to(x.wide, (seeds.size, *x.rounded.shape)) for x in floating]
+    return wide, list(map(size_of, floating))
+
+
+def _moving(taken: _Taken) -> float:
+    """How many deviations a right program's rounding may reach in its gradient."""
+    return confidence(sum(x.size for x in jax.tree.leaves(taken.gradient)))
+
+
+def _seed(step: int) -> int:
+    """One seed for each followed trainer and step."""
+    return step * (FOLLOWED + 1)
 
 
 def _shifted(
-    taken: _Taken,
-    slopes: list[PrecisionPair],
-    seed: jax.Array,
-    number: jax.Array,
-    together: bool,
+    taken: _Taken, slopes: list[np.ndarray], step: int, together: bool
 ) -> list[PrecisionPair]:
-    """The gradient with each entry moved up or down by its bound.
+    """The gradients, in which each entry is moved up or down by its bound.
 
     Trainers 1 and 2 move all entries outwards or inwards if `together`: values of the
     whole gradient, as its norm, differ most where its entries err alike.
     """
     leaves = jax.tree.leaves(taken.gradient)
-    # rbg compiles faster than the default.
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
+    generator = np.random.default_rng(step)
     shifted = []
-    each = zip(keys, leaves, slopes, taken.limits, taken.change, strict=True)
-    for key, own, slope, limit, change in each:
-        sign = jax.random.rademacher(key, own.shape, jnp.float64)
+    each = zip(leaves, slopes, taken.limits, taken.change, strict=True)
+    for own, slope, limit, change in each:
+        signs = generator.integers(0, 2, slope.shape, np.int8) * 2.0 - 1
+        signs[0] = 0
         if together:
-            outwards = jnp.sign(slope.wide)
-            own_way = [number == 1, number == 2]
-            sign = jnp.select(own_way, [outwards, -outwards], sign)
-        wide = slope.wide + change + jnp.where(number != 0, sign * limit.bound, 0)
-        size = jnp.broadcast_to(jnp.asarray(limit.size, jnp.float64), own.shape)
+            signs = signs.astype(slope.dtype)
+            signs[1], signs[2] = np.sign(slope[1]), -np.sign(slope[2])
+        size = np.broadcast_to(np.asarray(limit.size, np.float64), own.shape)
+        with np.errstate(invalid="ignore"):  # 0 times infinity.
+            wide = slope + change + np.where(signs == 0, 0, signs * limit.bound)
         shifted.append(PrecisionPair(own, wide, size))
     return shifted
 
@@ -516,20 +588,19 @@ def unsized(value: Value) -> Value:
     """A leaf of the state with size 0, so that only the size of its step counts."""
     if not isinstance(value, PrecisionPair):
         return value
-    return replace(value, size=jnp.zeros(value.wide.shape, jnp.float64))
+    return replace(value, size=np.zeros(value.rounded.shape))
 
 
-def size_of(value: PrecisionPair) -> jax.Array:
+def size_of(value: PrecisionPair) -> np.ndarray:
     """The size of what was added to a leaf; 0 where it is unknown."""
-    none = jnp.zeros(value.wide.shape, jnp.float64)
-    return none if value.size is None else value.size
+    return np.zeros(()) if value.size is None else np.asarray(value.size)
 
 
 def sized(
     moves: Mapping[str, np.ndarray], sizes: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The sizes of the exact run by path."""
-    return {path: size[0] for path, size in zip(moves, sizes, strict=True)}
+    return dict(zip(moves, sizes, strict=True))
 
 
 # --- their limits ---
@@ -567,7 +638,7 @@ def limits_of(
         allowed = math.sqrt(2) * apart + 2 * np.abs(own - exact) + width * roundings
         tiny = float(jnp.finfo(leaf.dtype).smallest_normal)
         # Numbers below the smallest normal one may be flushed to zero.
-        limits[path] = Limit(allowed + EXTRA * tiny, np.maximum(np.abs(own), size[0]))
+        limits[path] = Limit(allowed + EXTRA * tiny, np.maximum(np.abs(own), size))
     return limits, moves
 
 
@@ -579,7 +650,7 @@ def _values(
     wanted = {value_path(label): own for label, own in values.items()}
     # Beside a start of 0 the way of a value is the whole of it.
     none = [np.zeros_like(wide[0]) for wide in others]
-    sizes = [np.zeros((1, *x.shape)) for x in none]
+    sizes = [np.zeros(())] * len(none)
     return wanted, limits_of(wanted, others, (none, none), sizes, steps)[0]
 
 

@@ -30,7 +30,6 @@ from jdist.verify.evaluation import (
     Position,
     PrecisionPair,
     Recording,
-    RoundedSideNeeded,
     drawn_form,
 )
 from jdist.verify.measure import Counted, magnified
@@ -176,31 +175,18 @@ def _evaluate(
     pieces = Pieces(program, accumulation, {}, seen.observe)
     forms = [BOTH, *[drawn_form(program)] * DRAWS, *[EXACT] * len(seen.heads)]
     runs = 0 if pieces.tiny else len(forms)
+    recording = Recording()
     with progress("tracing the reference", runs) as advance:
-
-        def run() -> None:
-            recording = Recording()
-            for number, form in enumerate(forms):
-                found = pieces.run(
-                    leaves,
-                    form,
-                    amplitude=seen.factor,
-                    seed=number,
-                    recording=None if number else recording,
-                    replay=recording,
-                )
-                # Taps in loops deliver while the program runs.
-                jax.block_until_ready([x.wide for x in found])
-                advance()
-
-        while True:
-            known = pieces.deciding
-            try:
-                return run()
-            except RoundedSideNeeded:
-                # A piece has no float64: run 0 has to record what it is given.
-                if pieces.deciding == known:
-                    raise
+        for number, form in enumerate(forms):
+            pieces.run(
+                leaves,
+                form,
+                amplitude=seen.factor,
+                seed=number,
+                recording=None if number else recording,
+                replay=recording,
+            )
+            advance()
 
 
 def _heads(

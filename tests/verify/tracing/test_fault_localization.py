@@ -398,7 +398,7 @@ def test_weights_may_be_numpys_own(rng):
 
 
 def test_what_has_no_float64_is_as_the_program_rounds(rng):
-    """Runs without a rounded side cannot compute it, and begin anew when they see it.
+    """Runs without a rounded side take it from the first, which has one.
 
     And a value that nothing takes is compared like any other.
     """
