@@ -419,10 +419,13 @@ class LossPrograms:
     """The programs of one loss, traced in the user's settings, run piece by piece.
 
     They do not depend on the reduction or the weights.
+
+    Attributes:
+      pieces_of: The pieces of each program.
     """
 
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
-        self._pieces_of = PiecesOf(accumulation)
+        self.pieces_of = PiecesOf(accumulation)
 
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
@@ -445,7 +448,7 @@ class LossPrograms:
         """The largest rounding error of a loss in the dtype that is judged."""
         program = self._losses_of.trace(params, batch).jaxpr
         leaves, factor = jax.tree.leaves((params, batch)), magnified(program)
-        pieces, recording = self._pieces_of(program), Recording()
+        pieces, recording = self.pieces_of(program), Recording()
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             (own,) = pieces.run(leaves, BOTH, recording=recording)
             (drawn,) = pieces.run(
@@ -541,7 +544,7 @@ class LossPrograms:
         row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
         program, together = self._program(params, row), 1
         if apart and _products_of_convolutions(program) <= CONVOLVED:
-            largest = self._pieces_of(program).largest
+            largest = self.pieces_of(program).largest
             together = min(shares.size, max(1, TOGETHER // largest))
             # As many in each group.
             together = -(-shares.size // -(-shares.size // together))
@@ -549,7 +552,7 @@ class LossPrograms:
             several = _rows(batch, np.arange(together))
             one = jax.ShapeDtypeStruct((together,), program.in_avals[0].dtype)
             program = self._gradients_of.trace(one, params, several).jaxpr
-        return self._pieces_of(program), together
+        return self.pieces_of(program), together
 
     def _program(self, params: PyTree, batch: PyTree) -> ClosedJaxpr:
         """The program `(cotangent, params, batch) -> (loss, gradient)`."""
@@ -559,7 +562,7 @@ class LossPrograms:
     def _exact(self, program: ClosedJaxpr, leaves: list[Any]) -> list[jax.Array]:
         """A program's results in float64."""
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            return [x.wide for x in self._pieces_of(program).exact(leaves)]
+            return [x.wide for x in self.pieces_of(program).exact(leaves)]
 
 
 def _draws(params: PyTree, examples: int) -> int:
