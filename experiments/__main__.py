@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _keep_programs(options.out / "programs")
     if missing := _without_device():
         parser.error(missing)
-    settings = Settings(options.quick, options.devices, options.seed, options.here)
+    settings = Settings(
+        options.quick, options.devices, options.seed, options.here, str(options.out)
+    )
     held = []
     for name in chosen:
         try:

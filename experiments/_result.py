@@ -25,12 +25,14 @@ class Settings:
       devices: The largest number of devices to use.
       seed: Seed of all random numbers.
       here: Whether to run on this machine's devices, for an experiment on others.
+      out: The folder of results, for an experiment that goes on where it was.
     """
 
     quick: bool = False
     devices: int = 8
     seed: int = 0
     here: bool = False
+    out: str = "results"
 
 
 @dataclass(frozen=True, slots=True)

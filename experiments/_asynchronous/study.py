@@ -1,0 +1,286 @@
+"""Rules by name, each trained with every learning rate of its grid and every seed.
+
+A method's runs are one compiled program, mapped over rates and seeds. What has been
+found is written to a file for each method and number of stages, and read again by the
+next call: an interrupted study goes on where it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments._asynchronous import compiled, rules, task
+from experiments._asynchronous.rules import PyTree, Rule
+from experiments._asynchronous.task import Sizes
+from jdist import optim, pipeline
+
+SGD_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+ADAM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+MOMENTUM = 0.9
+
+
+def _sgd(_: PyTree) -> optim.Optimizer:
+    return optim.sgd(lr=1.0, momentum=MOMENTUM)
+
+
+def _adam(_: PyTree) -> optim.Optimizer:
+    return optim.adam(lr=1.0)
+
+
+def _nadam(_: PyTree) -> optim.Optimizer:
+    return optim.nadam(lr=1.0, betas=(0.99, 0.999))
+
+
+def _muon(params: PyTree) -> optim.Optimizer:
+    """Muon for the matrices of halves; Adam for embedding, places and head."""
+    ends = {"table", "places", "head"}
+    labels = [
+        {name: "adam" if name in ends else "muon" for name in own} for own in params
+    ]
+    # With this adjustment the rates of Adam fit.
+    muon = optim.muon(lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return optim.by_label({"muon": muon, "adam": _adam(params)}, labels)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A rule with its optimizer and the versions that micro-batches meet.
+
+    Attributes:
+      optimizer: The optimizer's name.
+      rule: Makes a stage's rule, from its weights.
+      versions: "stashing" and "vertical_sync" are those of PipeDream's schedule; "2bw"
+        is w(t-1) and "flush" w(t) at all stages.
+      rates: The grid of learning rates.
+    """
+
+    optimizer: str
+    rule: Callable[[PyTree], Rule]
+    versions: str
+    rates: tuple[float, ...]
+
+    @property
+    def by_stages(self) -> bool:
+        """Whether its results depend on the number of stages."""
+        return self.versions in ("stashing", "vertical_sync")
+
+
+def _stashed(make: Callable[[PyTree], optim.Optimizer]) -> Callable[[PyTree], Rule]:
+    return lambda params: rules.stashed(make(params))
+
+
+def _feedback(make: Callable[[PyTree], optim.Optimizer]) -> Callable[[PyTree], Rule]:
+    return lambda params: rules.error_feedback(make(params))
+
+
+SYNC = "synchronous"
+STASH, NONE, VERTICAL = "PipeDream", "no stashing", "vertical sync"
+XPIPE, PIPEMARE, NESTEROV = "XPipe", "PipeMare", "Nesterov (NAdam 0.99)"
+TWO, FEEDBACK = "2BW", "2BW, error feedback"
+MUON, MUON_TWO, MUON_FEEDBACK = "Muon, synchronous", "Muon, 2BW", "Muon, 2BW, feedback"
+SGD, SGD_STASH = "SGD, synchronous", "SGD, PipeDream"
+SPECTRAIN, DC, LOOK_AHEAD = "SGD, SpecTrain", "SGD, DC-ASGD-a", "SGD, Nesterov (10)"
+METHODS = {
+    SYNC: Method("Adam", _stashed(_adam), "flush", ADAM_RATES),
+    STASH: Method("Adam", _stashed(_adam), "stashing", ADAM_RATES),
+    NONE: Method("Adam", lambda p: rules.unstashed(_adam(p)), "stashing", ADAM_RATES),
+    VERTICAL: Method("Adam", _stashed(_adam), "vertical_sync", ADAM_RATES),
+    XPIPE: Method(
+        "Adam",
+        lambda p: rules.predicted(_adam(p), rules.adam_direction),
+        "stashing",
+        ADAM_RATES,
+    ),
+    PIPEMARE: Method(
+        "Adam",
+        lambda p: rules.pipemare(_adam(p), anneal=100),
+        "stashing",
+        ADAM_RATES,
+    ),
+    NESTEROV: Method("NAdam", _stashed(_nadam), "stashing", ADAM_RATES),
+    TWO: Method("Adam", _stashed(_adam), "2bw", ADAM_RATES),
+    FEEDBACK: Method("Adam", _feedback(_adam), "2bw", ADAM_RATES),
+    MUON: Method("Muon", _stashed(_muon), "flush", ADAM_RATES),
+    MUON_TWO: Method("Muon", _stashed(_muon), "2bw", ADAM_RATES),
+    MUON_FEEDBACK: Method("Muon", _feedback(_muon), "2bw", ADAM_RATES),
+    SGD: Method("SGD", _stashed(_sgd), "flush", SGD_RATES),
+    SGD_STASH: Method("SGD", _stashed(_sgd), "stashing", SGD_RATES),
+    SPECTRAIN: Method(
+        "SGD",
+        lambda p: rules.predicted(_sgd(p), rules.momentum_direction, round_trip=True),
+        "stashing",
+        SGD_RATES,
+    ),
+    DC: Method(
+        "SGD",
+        lambda p: rules.compensated(_sgd(p), strength=1.0, adaptive=0.95),
+        "stashing",
+        SGD_RATES,
+    ),
+    LOOK_AHEAD: Method(
+        "SGD", lambda p: rules.look_ahead(momentum=0.9), "stashing", SGD_RATES
+    ),
+}
+
+
+class Study(NamedTuple):
+    """What is trained.
+
+    Attributes:
+      sizes: The model and its training.
+      stages: Numbers of stages.
+      methods: Names of `METHODS`.
+      seeds: The number of seeds.
+      rates: How many learning rates of each grid, from its middle.
+      seed: The first seed.
+    """
+
+    sizes: Sizes
+    stages: tuple[int, ...]
+    methods: tuple[str, ...]
+    seeds: int
+    rates: int
+    seed: int = 0
+
+    def grid(self, name: str) -> tuple[float, ...]:
+        """The learning rates of a method."""
+        every = METHODS[name].rates
+        start = (len(every) - self.rates) // 2
+        return every[start : start + self.rates]
+
+    def cases(self) -> list[tuple[str, int]]:
+        """Methods and numbers of stages; one number where it does not matter."""
+        return [
+            (name, stages)
+            for name in self.methods
+            for stages in (self.stages if METHODS[name].by_stages else self.stages[:1])
+        ]
+
+
+class Found(NamedTuple):
+    """The runs of a method in a number of stages.
+
+    Attributes:
+      rates: The learning rates.
+      final: Held-out losses at the end, `(rates, seeds)`.
+      curve: Training losses of each update with the best rate, mean of the seeds.
+    """
+
+    rates: tuple[float, ...]
+    final: np.ndarray
+    curve: np.ndarray
+
+    @property
+    def best(self) -> int:
+        """The rate of the smallest mean loss; what diverged is the worst."""
+        means = np.where(np.isfinite(self.final), self.final, np.inf).mean(axis=1)
+        return int(np.argmin(means))
+
+    @property
+    def losses(self) -> np.ndarray:
+        """Held-out losses with the best rate, `(seeds,)`."""
+        return self.final[self.best]
+
+
+def versions_of(versions: str, stages: int, updates: int) -> np.ndarray:
+    """The version that each update's micro-batch meets, `(stages, updates)`."""
+    if versions in ("stashing", "vertical_sync"):
+        policy: Any = versions
+        return pipeline.pipedream(stages, updates, policy=policy).versions_used()
+    late = 1 if versions == "2bw" else 0
+    # The batch of an update stands for its micro-batches: they all meet one version,
+    # and their mean gradient is the batch's.
+    return np.tile(np.maximum(np.arange(updates) - late, 0), (stages, 1))
+
+
+def program_of(name: str, sizes: Sizes, stages: int) -> compiled.Program:
+    """The compiled form of a method."""
+    method = METHODS[name]
+    parts = task.cut(task.parameters(sizes, 0), stages)
+    return compiled.Program(
+        task.staged(sizes, stages),
+        task.losses_of,
+        [method.rule(own) for own in parts],
+        versions_of(method.versions, stages, sizes.steps),
+    )
+
+
+def trained(study: Study, name: str, stages: int) -> Found:
+    """Trains a method with every rate and seed."""
+    sizes, rates = study.sizes, study.grid(name)
+    program = program_of(name, sizes, stages)
+    seeds = range(study.seed, study.seed + study.seeds)
+    params = _over(task.cut(task.parameters(sizes, seed), stages) for seed in seeds)
+    data = _over(task.training(sizes, seed) for seed in seeds)
+    tested = task.held_out(sizes)
+    parts = [stage.fn for stage in task.staged(sizes, stages)]
+
+    def run(params: PyTree, data: compiled.MicroBatches, rate: jax.Array) -> Any:
+        found = program(params, data, rate)
+        value: Any = tested["tokens"]
+        for part, own in zip(parts, found.params, strict=True):
+            value = part(own, value)
+        return task.losses_of(value, tested).mean(), found.losses
+
+    by_seed = jax.vmap(run, (0, 0, None))
+    grid = jnp.array(rates, jnp.float32)
+    final, losses = jax.jit(jax.vmap(by_seed, (None, None, 0)))(params, data, grid)
+    found = Found(rates, np.asarray(final), np.empty(0))
+    curve = np.asarray(losses)[found.best].mean(axis=0)
+    return found._replace(curve=curve)
+
+
+def _over(trees: Iterable[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+# --- resuming ---
+
+
+def resumed(study: Study, folder: Path, name: str, stages: int) -> tuple[Found, bool]:
+    """`trained`, or what an earlier call with the same study and code has written.
+
+    Returns:
+      What was found, and whether it was read.
+    """
+    told = repr((study.sizes, study.seeds, study.grid(name), study.seed, name, stages))
+    key = hashlib.sha256((told + _code()).encode()).hexdigest()[:16]
+    path = folder / f"{key}.json"
+    if path.exists():
+        kept = json.loads(path.read_text())
+        final, curve = (np.array(kept[x], np.float64) for x in ("final", "curve"))
+        return Found(tuple(kept["rates"]), final, curve), True
+    found = trained(study, name, stages)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "method": name,
+        "stages": stages,
+        "rates": found.rates,
+        "final": written(found.final),
+        "curve": written(found.curve),
+    }
+    # Written and renamed: an interrupted call leaves no half of a file.
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record))
+    unfinished.replace(path)
+    return found, False
+
+
+def written(array: np.ndarray) -> Any:
+    """An array as JSON, in which a loss that is not finite is null."""
+    finite = np.asarray(array).astype(object)
+    finite[~np.isfinite(array)] = None
+    return finite.tolist()
+
+
+def _code() -> str:
+    """The sources that a result depends on."""
+    own = [compiled.__file__, rules.__file__, task.__file__, __file__]
+    return "".join(Path(file).read_text() for file in own if file)

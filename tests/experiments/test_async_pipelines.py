@@ -1,0 +1,248 @@
+"""The claims of `async_pipelines` are false where the figures are; and its parts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import async_pipelines as job
+from experiments._asynchronous import study, task
+from experiments._asynchronous.study import Found, Study
+from experiments._asynchronous.task import Sizes
+
+TINY = Sizes(width=4, halves=4, length=5, batch=3, steps=3, test=2)
+SMALL = Study(TINY, (2, 4), (study.SYNC, study.STASH), seeds=2, rates=1)
+
+
+@pytest.fixture(autouse=True)
+def _as_the_experiments_run():
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def found(*losses, other=9.0):
+    """Runs whose second learning rate is the best."""
+    final = np.array([[other] * len(losses), losses])
+    return Found((0.1, 0.2), final, np.array([5.0, 4.0, 3.0]))
+
+
+LOW, HIGH = found(2.0, 2.1, 1.9), found(2.5, 2.7, 2.4)
+BROKEN = found(2.0, np.nan, 1.9, other=np.nan)
+
+# --- orders ---
+
+
+def test_lower_is_more_than_the_seeds_vary():
+    """By seed: both have the same weights and batches."""
+    assert job.is_lower(LOW, HIGH)
+    assert not job.is_lower(HIGH, LOW)
+    assert not job.is_lower(LOW, LOW)
+    assert not job.is_lower(found(2.0, 2.3, 1.8), found(2.1, 2.2, 1.9))
+    # The same differences from seed to seed, however far the seeds are apart.
+    assert job.is_lower(found(1.0, 5.0, 9.0), found(1.1, 5.11, 9.1))
+    assert not job.is_lower(found(1.0), found(2.0))
+
+
+def test_what_diverged_is_higher():
+    assert job.is_lower(LOW, BROKEN)
+    assert not job.is_lower(BROKEN, LOW)
+    assert not job.is_lower(BROKEN, BROKEN)
+    assert job.told(BROKEN) == "diverged"
+    assert job.told(LOW) == "2.0000 ± 0.1000"
+
+
+def test_the_best_rate_has_the_smallest_mean():
+    assert LOW.best == 1
+    assert found(2.0, 2.1, other=1.0).best == 0
+    assert found(2.0, np.nan, other=50.0).best == 0
+
+
+ALL = Study(TINY, (2, 4), tuple(study.METHODS), seeds=3, rates=1)
+ORDERED = {
+    (study.SYNC, 2): found(1.0, 1.1, 0.9),
+    (study.STASH, 2): LOW,
+    (study.STASH, 4): HIGH,
+    (study.NONE, 4): found(3.0, 3.3, 2.9),
+    (study.XPIPE, 4): found(2.3, 2.4, 2.2),
+    (study.NESTEROV, 4): found(2.3, 2.4, 2.1),
+    (study.TWO, 2): found(1.5, 1.7, 1.4),
+    (study.FEEDBACK, 2): found(1.3, 1.4, 1.1),
+    (study.MUON, 2): found(1.0, 1.1, 0.9),
+    (study.MUON_TWO, 2): found(1.1, 1.2, 1.0),
+}
+
+
+def verdicts(runs, why=""):
+    return [claim.holds for claim in job.order_claims(ALL, runs, why)]
+
+
+def test_reported_orders_hold_where_the_figures_have_them():
+    count = len(job.ORDERS) + 1
+    assert verdicts(ORDERED) == [True] * count
+    assert verdicts(ORDERED, "it is quick") == [None] * count
+    assert verdicts({}) == [None] * count
+    claims = list(job.order_claims(ALL, ORDERED, ""))
+    assert claims[0].measured == (
+        "PipeDream in 2: 2.0000 ± 0.1000; PipeDream in 4: 2.5333 ± 0.1528"
+    )
+    assert claims[-1].measured == "Adam +0.5333, Muon +0.1000"
+
+
+@pytest.mark.parametrize("number", range(len(job.ORDERS)))
+def test_an_order_that_is_not_found_is_a_claim_that_fails(number):
+    """Each by itself: its two methods change places."""
+    order = job.ORDERS[number]
+    low, high = (job._at(ALL, *place) for place in (order.lower, order.higher))
+    runs = ORDERED | {low: ORDERED[high], high: ORDERED[low]}
+    assert verdicts(runs)[number] is False
+
+
+def test_what_the_seeds_do_not_decide_is_left_open():
+    """Here two of three seeds say so, and one the contrary."""
+    runs = ORDERED | {(study.STASH, 4): found(1.95, 2.2, 2.0)}
+    claim = next(job.order_claims(ALL, runs, ""))
+    assert claim.holds is None
+    assert claim.why_not == "the seeds' differences do not decide it"
+
+
+def test_muon_may_lose_more_than_adam():
+    runs = ORDERED | {(study.MUON_TWO, 2): found(2.0, 2.2, 1.9)}
+    assert verdicts(runs)[-1] is False
+
+
+# --- the study ---
+
+
+def test_a_study_goes_on_where_it_was(tmp_path):
+    """With the same sizes, seeds and rates only; and what diverged comes back."""
+    first, read = study.resumed(SMALL, tmp_path, study.STASH, 2)
+    assert not read
+    again, read = study.resumed(SMALL, tmp_path, study.STASH, 2)
+    assert read
+    assert np.array_equal(first.final.astype(np.float64), again.final)
+    assert np.array_equal(first.curve.astype(np.float64), again.curve)
+    assert first.rates == again.rates == (0.01,)
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"final": [[None, 2.0]]}))
+    broken, _ = study.resumed(SMALL, tmp_path, study.STASH, 2)
+    assert np.isnan(broken.final[0, 0])
+    assert study.written(broken.final) == [[None, 2.0]]
+    for changed in ({"seed": 1}, {"sizes": TINY._replace(steps=2)}):
+        _, read = study.resumed(SMALL._replace(**changed), tmp_path, study.STASH, 2)
+        assert not read
+
+
+def test_seeds_are_the_runs_that_they_are_alone():
+    """And a study that begins with a later seed has its results."""
+    both = study.trained(SMALL, study.SYNC, 2)
+    alone = study.trained(SMALL._replace(seeds=1, seed=1), study.SYNC, 2)
+    np.testing.assert_allclose(both.final[:, 1:], alone.final, rtol=1e-5)
+    assert both.final[0, 0] != both.final[0, 1]
+
+
+def test_cases_are_once_where_stages_do_not_matter():
+    expected = [(study.SYNC, 2), (study.STASH, 2), (study.STASH, 4)]
+    assert SMALL.cases() == expected
+    assert SMALL._replace(rates=3).grid(study.SGD) == (0.03, 0.1, 0.3)
+    assert {len(method.rates) for method in study.METHODS.values()} == {5}
+
+
+def test_versions_of_methods():
+    one = study.versions_of("2bw", 3, 4)
+    assert np.array_equal(one, [[0, 0, 1, 2]] * 3)
+    assert np.array_equal(study.versions_of("flush", 2, 3), [[0, 1, 2]] * 2)
+    late = study.versions_of("stashing", 3, 5)
+    assert late.tolist() == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+# --- the task ---
+
+
+def test_stages_in_turn_are_the_model():
+    """However it is cut: each half and both ends once, in order."""
+    parts = task.parameters(TINY, 3)
+    tokens = task.held_out(TINY)["tokens"]
+    logits = []
+    for stages in (1, 2, 4):
+        value = tokens
+        cut = task.cut(parts, stages)
+        for stage, own in zip(task.staged(TINY, stages), cut, strict=True):
+            value = stage.fn(own, value)
+        logits.append(value)
+        assert [piece for own in cut for piece in own] == parts
+    assert logits[0].shape == (2, 5, task.VOCABULARY)
+    for other in logits[1:]:
+        np.testing.assert_allclose(other, logits[0], rtol=1e-5)
+    with pytest.raises(ValueError, match="4 halves must be a multiple of 3 stages"):
+        task.cut(parts, 3)
+
+
+def test_attention_looks_back_only():
+    own = task.parameters(TINY, 0)[1]
+    h = np.random.default_rng(0).normal(size=(1, 5, 4)).astype(np.float32)
+    changed = h.copy()
+    changed[0, 3] += 1
+    before, after = (task.attend(own, x, heads=2) for x in (h, changed))
+    assert np.array_equal(before[0, :3], after[0, :3])
+    assert not np.allclose(before[0, 3:], after[0, 3:])
+
+
+def test_targets_are_the_next_characters_of_text():
+    """Of the first nine tenths; what is held out is not among them."""
+    whole = task.text()
+    assert whole.max() < task.VOCABULARY
+    assert (whole > 0).mean() > 0.9
+    data = task.training(TINY, 5)
+    shown = data.batch["tokens"]
+    assert shown.shape == (3, 3, 5)
+    assert np.array_equal(shown[..., 1:], data.batch["targets"][..., :-1])
+    np.testing.assert_allclose(data.weights.sum(1), 1, rtol=1e-6)
+    assert not np.array_equal(shown, task.training(TINY, 6).batch["tokens"])
+    start = whole[len(whole) * 9 // 10 :].tobytes()
+    for row in task.held_out(TINY)["tokens"]:
+        assert row.astype(np.uint8).tobytes() in start
+
+
+# --- time and memory ---
+
+
+@pytest.mark.parametrize("stages", [2, 5, 8])
+def test_seconds_are_those_of_the_formulas(stages):
+    """A flush has its bubble in each update; the others are always at work."""
+    busy = 3 / stages
+    for versions in ("stashing", "2bw"):
+        assert job.seconds(versions, stages) == pytest.approx(busy)
+    flush = busy * (2 * stages - 1) / stages
+    assert job.seconds("flush", stages) == pytest.approx(flush)
+
+
+def test_memory_of_methods():
+    """Versions by stage; PipeMare keeps one more copy beside Adam's two."""
+    by_name = {
+        name: job.memory(name, TINY._replace(steps=8), 4)
+        for name in (study.SYNC, study.STASH, study.PIPEMARE, study.TWO, study.FEEDBACK)
+    }
+    versions = {name: [x.versions for x in own] for name, own in by_name.items()}
+    assert versions == {
+        study.SYNC: [1] * 4,
+        study.STASH: [4, 3, 2, 1],
+        study.PIPEMARE: [1] * 4,
+        study.TWO: [2] * 4,
+        study.FEEDBACK: [2] * 4,
+    }
+    copies = [own.state - by_name[study.SYNC][j].state for j, own in
+              enumerate(by_name[study.PIPEMARE])]  # fmt: skip
+    assert copies == [own.weights for own in by_name[study.PIPEMARE]]
+
+
+def test_curves_are_smoothed_over_their_last_updates():
+    curve = np.arange(40.0)
+    smooth = job.smoothed(curve)
+    assert smooth[:3].tolist() == [0.0, 0.5, 1.0]
+    assert smooth[-1] == curve[-job.SMOOTHED :].mean()
