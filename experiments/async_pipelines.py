@@ -27,7 +27,7 @@ from experiments._asynchronous.task import Sizes
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import optim, pipeline
 
-FULL = Study(Sizes(), (4, 8, 16, 32), tuple(study.METHODS), seeds=5, rates=5)
+FULL = Study(Sizes(), (4, 8, 16, 32), tuple(study.METHODS), seeds=5, rates=6)
 QUICK = Study(
     Sizes(width=8, halves=4, length=8, batch=4, steps=6, test=4),
     (2, 4),

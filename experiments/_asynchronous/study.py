@@ -21,8 +21,10 @@ from experiments._asynchronous.rules import PyTree, Rule
 from experiments._asynchronous.task import Sizes
 from jdist import optim, pipeline
 
-SGD_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
-ADAM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+SGD_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+ADAM_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+DISCOUNTED_RATES = tuple(10 * rate for rate in SGD_RATES)
+"""With momentum 0.9 a rate that is discounted moves a tenth as far."""
 MOMENTUM = 0.9
 
 
@@ -125,7 +127,10 @@ METHODS = {
         SGD_RATES,
     ),
     LOOK_AHEAD: Method(
-        "SGD", lambda p: rules.look_ahead(momentum=0.9), "stashing", SGD_RATES
+        "SGD",
+        lambda p: rules.look_ahead(momentum=MOMENTUM),
+        "stashing",
+        DISCOUNTED_RATES,
     ),
 }
 

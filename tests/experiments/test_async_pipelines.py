@@ -126,7 +126,7 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     assert read
     assert np.array_equal(first.final.astype(np.float64), again.final)
     assert np.array_equal(first.curve.astype(np.float64), again.curve)
-    assert first.rates == again.rates == (0.01,)
+    assert first.rates == again.rates == (0.003,)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"final": [[None, 2.0]]}))
@@ -149,8 +149,8 @@ def test_seeds_are_the_runs_that_they_are_alone():
 def test_cases_are_once_where_stages_do_not_matter():
     expected = [(study.SYNC, 2), (study.STASH, 2), (study.STASH, 4)]
     assert SMALL.cases() == expected
-    assert SMALL._replace(rates=3).grid(study.SGD) == (0.03, 0.1, 0.3)
-    assert {len(method.rates) for method in study.METHODS.values()} == {5}
+    assert SMALL._replace(rates=3).grid(study.SGD) == (0.01, 0.03, 0.1)
+    assert {len(method.rates) for method in study.METHODS.values()} == {6}
 
 
 def test_versions_of_methods():
