@@ -345,7 +345,13 @@ def plot_stages(given: Study, runs: Runs) -> Figure:
         if study.METHODS[name].by_stages:
             stages = [key[1] for key in keys]
             axes.errorbar(
-                stages, mean, spread, fmt="o-", color=color, label=name, capsize=3
+                stages,
+                mean,
+                spread,
+                marker="o" if number < 10 else "s",
+                color=color,
+                label=name,
+                capsize=3,
             )
         else:
             axes.axhline(mean[0], linestyle="--", color=color, label=name)
@@ -362,13 +368,19 @@ def plot_curves(given: Study, runs: Runs) -> Figure:
         1, 2, figsize=(11, 4.6), sharey=True, layout="constrained"
     )
     stages = given.stages[-1]
-    for name in given.methods:
+    for number, name in enumerate(given.methods):
+        # The colours are ten, and the methods more.
+        line: dict[str, Any] = {
+            "color": f"C{number % 10}",
+            "linestyle": "-" if number < 10 else ":",
+        }
         method = study.METHODS[name]
         found = runs[name, stages if method.by_stages else given.stages[0]]
         curve = smoothed(found.curve)
         updates = np.arange(1, len(curve) + 1)
-        left.plot(updates, curve)
-        right.plot(updates * seconds(method.versions, stages), curve, label=name)
+        left.plot(updates, curve, **line)
+        times = updates * seconds(method.versions, stages)
+        right.plot(times, curve, label=name, **line)
     left.set_xlabel("updates")
     left.set_ylabel("training loss, nats for a character")
     right.set_xlabel("simulated seconds")
