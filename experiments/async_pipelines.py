@@ -132,11 +132,9 @@ def notes(given: Study, read: int) -> Iterator[str]:
         f"of {sizes.batch} sequences of {sizes.length} characters of "
         "pydoc_data.topics; the last tenth of the text is held out."
     )
-    for name in {
-        study.METHODS[name].optimizer: name for name in given.methods
-    }.values():
-        grid = ", ".join(f"{rate:g}" for rate in given.grid(name))
-        yield f"{study.METHODS[name].optimizer}: learning rates {grid}."
+    for grid in dict.fromkeys(map(given.grid, given.methods)):
+        names = ", ".join(name for name in given.methods if given.grid(name) == grid)
+        yield f"Learning rates {', '.join(f'{rate:g}' for rate in grid)}: {names}."
     yield f"{given.seeds} seeds of weights and batches; the best mean is shown."
     yield (
         "Without stashing a backward pass sees other weights than its forward pass: "
@@ -323,7 +321,7 @@ def pictures(given: Study, runs: Runs) -> Iterator[Picture]:
     yield Picture(
         "stages",
         "Held-out loss after all updates with the best learning rate of each method; "
-        "bars are standard deviations over seeds. Dashed: in any number of stages.",
+        "bars are standard deviations over seeds. Dashed or dotted: in any number of stages.",
         plot_stages(given, runs),
     )
     yield Picture(
@@ -354,8 +352,10 @@ def plot_stages(given: Study, runs: Runs) -> Figure:
                 capsize=3,
             )
         else:
-            axes.axhline(mean[0], linestyle="--", color=color, label=name)
+            style = "--" if number < 10 else ":"
+            axes.axhline(mean[0], linestyle=style, color=color, label=name)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(given.stages, list(map(str, given.stages)))
     axes.set_xlabel("stages")
     axes.set_ylabel("held-out loss, nats for a character")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

@@ -209,6 +209,18 @@ def test_targets_are_the_next_characters_of_text():
         assert row.astype(np.uint8).tobytes() in start
 
 
+def test_notes_name_the_methods_of_each_grid():
+    given = ALL._replace(methods=(study.TWO, study.SGD, study.DC, study.LOOK_AHEAD))
+    told = [note for note in job.notes(given._replace(rates=2), 0) if "rates" in note]
+    assert told == [
+        "Learning rates 0.003, 0.01: 2BW.",
+        "Learning rates 0.03, 0.1: SGD, synchronous, SGD, DC-ASGD-a.",
+        "Learning rates 0.3, 1: SGD, Nesterov (10).",
+    ]
+    (*_, last) = job.notes(given, 3)
+    assert last == "3 of 6 results were read from an earlier call."
+
+
 # --- time and memory ---
 
 
