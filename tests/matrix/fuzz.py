@@ -11,9 +11,21 @@ import jax
 from rich.console import Console
 
 from jdist import verify
-from tests.matrix import pipeline_layouts, test_layouts
+from tests.matrix import (
+    elastic_layouts,
+    local_sgd_layouts,
+    pipedream_layouts,
+    pipeline_layouts,
+    test_layouts,
+)
 
-TRAINERS = {"data_parallel.train_step": test_layouts, "Pipeline": pipeline_layouts}
+TRAINERS = {
+    "data_parallel.train_step": test_layouts,
+    "Pipeline": pipeline_layouts,
+    "PipeDream": pipedream_layouts,
+    "Elastic": elastic_layouts,
+    "LocalSGD": local_sgd_layouts,
+}
 
 
 def main(arguments=None):

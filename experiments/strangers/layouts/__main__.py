@@ -1,0 +1,37 @@
+"""`python -m experiments.strangers.layouts NAME`: one trainer's search, printed."""
+
+import argparse
+import importlib
+from importlib import metadata
+
+import jax
+from rich.console import Console
+
+from jdist import verify
+
+NAMES = ("easydel", "tunix")
+DEVICES = 8
+
+
+def main() -> None:
+    """Judges the layouts of a trainer, and prints the report."""
+    parser = argparse.ArgumentParser("python -m experiments.strangers.layouts")
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--seconds", type=float, help="of random layouts, from the start")
+    given = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    own = importlib.import_module(f"experiments.strangers.layouts.{given.name}")
+    found = verify.fuzz(
+        own.problem,
+        own.claim,
+        own.trainer,
+        axes=own.AXES,
+        model=own.MODEL,
+        seconds=given.seconds,
+    )
+    versions = [f"{name} {metadata.version(name)}" for name in ("jax", *own.PACKAGES)]
+    Console().print(", ".join(versions), found, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

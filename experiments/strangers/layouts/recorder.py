@@ -1,0 +1,52 @@
+"""Parameters into models of flax's nnx, and the optimizer's gradients out of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+Paths = Mapping[str, tuple[Any, ...]]
+"""Where a model has each of our parameters."""
+
+
+def recorder() -> optax.GradientTransformation:
+    """An optimizer whose state is the gradient that it was given."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        # Its arguments have optax's names, by which some trainers pass them.
+        lambda updates, state, params=None: (
+            jax.tree.map(jnp.zeros_like, updates),
+            updates,
+        ),
+    )
+
+
+def replaced(model: nnx.Module, paths: Paths, params: Any) -> None:
+    """Gives a model our parameters, in its own shapes."""
+    state = nnx.state(model, nnx.Param)
+    own = nnx.to_pure_dict(state)
+    for name, value in params.items():
+        *way, last = paths[name]
+        there = own
+        for key in way:
+            there = there[key]
+        # Not committed to a device, so that the trainer may place it.
+        there[last] = jnp.asarray(np.asarray(value)).reshape(there[last].shape)
+    nnx.replace_by_pure_dict(state, own)
+    nnx.update(model, state)
+
+
+def named(state: nnx.State, paths: Paths, params: Any) -> dict[str, jax.Array]:
+    """The leaves of a model's state by our names, in our shapes."""
+    own = nnx.to_pure_dict(state)
+    found = {}
+    for name, like in params.items():
+        leaf: Any = own
+        for key in paths[name]:
+            leaf = leaf[key]
+        found[name] = jnp.asarray(np.asarray(leaf).reshape(like.shape))
+    return found
