@@ -84,6 +84,7 @@ def claim(layout):
     group = np.arange(len(own)) // layout["group"]
     mates = (group[:, None] == group).astype(np.float32)
     share = own.sum() / np.maximum(mates @ own, 1)
+    own, share = (x.astype(np.float32) for x in (own, share))
 
     def update(rows, gradient, state):
         t, opt_state, seen = state
@@ -138,7 +139,9 @@ def trainer(layout, fault=False):
         now = data_parallel.LocalState(jnp.int32(int(taken)), *now)
         found, _ = local.step(now, *shards)
         kept = jax.tree.map(
-            lambda own, like: own.astype(like.dtype)[() if own.shape == like.shape else 0],
+            lambda own, like: own.astype(like.dtype)[
+                () if own.shape == like.shape else 0
+            ],
             (found.step, found.opt_state, found.seen),
             state,
         )

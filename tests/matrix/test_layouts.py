@@ -9,13 +9,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 
 from jdist import data_parallel, optim, verify
 from jdist.data_parallel import hooks
 from jdist.matrix.row import recorder
 from jdist.verify.problem import standard
-from tests.matrix import pipeline_layouts
+from tests.matrix import (
+    elastic_layouts,
+    local_sgd_layouts,
+    pipedream_layouts,
+    pipeline_layouts,
+)
 
 LIMIT = 0.25
 
@@ -132,11 +138,21 @@ def test_a_fault_in_two_of_its_options_would_be_found():
     assert [set(each.axes) for each in found.findings] == [{"accumulate", "zero"}]
 
 
-def test_a_fault_with_micro_batches_of_a_pipeline_would_be_found():
-    """Other weights; `make fuzz` tries the right one in all its layouts."""
-    own = pipeline_layouts
-    faulty = partial(own.trainer, fault=True)
-    axes = {axis: own.AXES[axis][: 1 + (axis == "micro")] for axis in own.AXES}
+@pytest.mark.parametrize(
+    ("own", "axis", "fixed"),
+    [
+        (pipeline_layouts, "micro", {}),
+        (pipedream_layouts, "every", {}),
+        (elastic_layouts, "dies", {"replicas": 2}),
+        (local_sgd_layouts, "empty", {"replicas": 2}),
+    ],
+)
+def test_a_fault_of_the_others_would_be_found(own, axis, fixed):
+    """Other weights, or examples; `make fuzz` tries the right ones in all layouts."""
+    axes = {name: (fixed.get(name, values[0]),) for name, values in own.AXES.items()}
+    axes[axis] = own.AXES[axis][:2]
     options = {"axes": axes, "model": own.MODEL, "valid": own.valid, "deadline": None}
+    faulty = partial(own.trainer, fault=True)
     found = verify.fuzz(own.problem, own.claim, faulty, strength=1, **options)
-    assert [set(each.axes) for each in found.findings] == [{"micro"}]
+    assert [set(each.axes) for each in found.findings] == [{axis}]
+    assert [each.outcome for each in found.verdicts] == ["right", "wrong"]

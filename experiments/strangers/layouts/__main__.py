@@ -17,7 +17,9 @@ def main() -> None:
     """Judges the layouts of a trainer, and prints the report."""
     parser = argparse.ArgumentParser("python -m experiments.strangers.layouts")
     parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--seconds", type=float, help="of random layouts, from the start")
+    parser.add_argument(
+        "--seconds", type=float, help="of random layouts, from the start"
+    )
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     own = importlib.import_module(f"experiments.strangers.layouts.{given.name}")

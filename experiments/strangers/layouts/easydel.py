@@ -5,22 +5,14 @@ from functools import partial
 from typing import Any
 
 import jax
-
-# EasyDeL 0.3.0 sets flags of jaxlib 0.9, at which a newer XLA that is not yet running
-# aborts.
-jax.devices()
-
-import easydel
 import jax.numpy as jnp
 import numpy as np
 import optax
-from easydel.infra.loss_utils import LossConfig
-from easydel.trainers.trainer._fn import training_step
 from flax import nnx
 
 from experiments.strangers.layouts import llama
 from experiments.strangers.layouts.llama import Layout, problem
-from experiments.strangers.layouts.recorder import named, recorder, replaced
+from experiments.strangers.layouts.nnx_parameters import named, replaced
 
 __all__ = ["AXES", "MODEL", "PACKAGES", "claim", "problem", "trainer"]
 
@@ -36,9 +28,10 @@ AXES = {
     "smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.01),
 }
+RATE = 0.5
 MODEL = ("mask", "tied", "smoothing", "z_loss")
 
-LOSSES = {
+LOSSES: dict[str, dict[str, Any]] = {
     "blocks": {},
     "dense": {"chunk_block_size": None},
     "vocabulary": {"chunk_vocab_size": 4},
@@ -48,13 +41,25 @@ LOSSES = {
 
 
 def claim(layout: Layout) -> Any:
-    """The mean over the step's tokens whose label is not -100."""
+    """A step of gradient descent on the mean over tokens whose label is not -100."""
+
+    def update(params: Any, gradient: Any, state: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - RATE * g, params, gradient), state
+
     own = {name: layout[name] for name in ("smoothing", "z_loss")}
-    return partial(llama.losses, **own)
+    # Its rotary frequencies are in bfloat16, whatever the types of the model.
+    turns = llama.rotations(10_000, jnp.bfloat16)
+    return partial(llama.losses, turns=turns, **own), update
 
 
 def trainer(layout: Layout) -> Callable[..., Any]:
-    """The gradient that the step gives to the optimizer."""
+    """One step of its trainer."""
+    # It sets flags of jaxlib 0.9, at which a newer XLA aborts that is not yet running.
+    jax.devices()
+    import easydel
+    from easydel.infra.loss_utils import LossConfig
+    from easydel.trainers.trainer._fn import training_step
+
     sizes = (layout["dp"], -1, 1, layout["tp"], 1)
     config = easydel.LlamaConfig(
         vocab_size=llama.VOCABULARY,
@@ -76,23 +81,26 @@ def trainer(layout: Layout) -> Callable[..., Any]:
         **LOSSES[layout["loss"]],
     )
 
-    def gradient(params: Any, batch: Any) -> Any:
+    def stepped(params: Any, state: Any, batch: Any) -> Any:
         types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
         model = easydel.LlamaForCausalLM(
-            config=config, precision=jax.lax.Precision.HIGHEST, rngs=nnx.Rngs(0), **types
+            config=config,
+            precision=jax.lax.Precision.HIGHEST,
+            rngs=nnx.Rngs(0),
+            **types,
         )
         replaced(model, PATHS, params)
         with model.mesh:
             model = model.shard_model()
-            state = easydel.EasyDeLState.create(
-                model=model, tx=recorder(), init_opt_state=True, step=0
+            own = easydel.EasyDeLState.create(
+                model=model, tx=optax.sgd(RATE), init_opt_state=True, step=0
             )
             step = jax.jit(training_step, static_argnums=(2, 3, 4, 5, 6))
-            options = settings, optax.constant_schedule(1.0), None, layout["micro"], None
-            state, _ = step(state, given(batch, layout), *options)
-        return named(state.opt_state, PATHS, params)
+            options = settings, optax.constant_schedule(RATE), None, layout["micro"]
+            own, _ = step(own, given(batch, layout), *options, None)
+        return named(own.model, PATHS, params), state
 
-    return gradient
+    return stepped
 
 
 def given(batch: Any, layout: Layout) -> dict[str, jax.Array]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH, ROWS = 16, 8, 12, 2, 8, 12
 SIZE = WIDTH // HEADS
@@ -28,9 +29,12 @@ def problem(layout: Layout) -> tuple[Any, ...]:
         "embed": (VOCABULARY, WIDTH), "head": (WIDTH, VOCABULARY),
         "q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH),
         "o": (WIDTH, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN),
-        "down": (HIDDEN, WIDTH), "before": (WIDTH,), "after": (WIDTH,), "last": (WIDTH,),
+        "down": (HIDDEN, WIDTH),
+        "before": (WIDTH,), "after": (WIDTH,), "last": (WIDTH,),
     }  # fmt: skip
-    keys = dict(zip(shapes, jax.random.split(jax.random.key(7), len(shapes)), strict=True))
+    keys = dict(
+        zip(shapes, jax.random.split(jax.random.key(7), len(shapes)), strict=True)
+    )
     params = {
         name: jax.random.normal(keys[name], shape, jnp.float32) / 2 + (len(shape) == 1)
         for name, shape in shapes.items()
@@ -40,7 +44,7 @@ def problem(layout: Layout) -> tuple[Any, ...]:
     one, two = jax.random.split(jax.random.key(11))
     # No token is 0, which some trainers take for padding.
     tokens = jax.random.randint(one, (ROWS, LENGTH), 1, VOCABULARY, jnp.int32)
-    # The sequences of a micro-batch are of about one length, so that their counts differ.
+    # Micro-batches, which are of neighbours, differ in their counts.
     lengths = jnp.array([8, 8, 8, 7, 5, 5, 4, 4, 3, 2, 2, 3])
     mask = jnp.ones((ROWS, LENGTH), jnp.int32)
     if layout["mask"] == "padded":
@@ -52,10 +56,10 @@ def problem(layout: Layout) -> tuple[Any, ...]:
     return params, batch, mask[:, 1:].sum(1).astype(jnp.float32)
 
 
-def logits(params: Any, tokens: jax.Array, theta: float = 10_000.0) -> jax.Array:
+def logits(params: Any, tokens: jax.Array, turns: np.ndarray) -> jax.Array:
     """Scores of the next tokens, `(sequences, LENGTH, VOCABULARY)`."""
     x = params["embed"][tokens]
-    x = x + attention(params, norm(x, params["before"]), theta) @ params["o"]
+    x = x + attention(params, norm(x, params["before"]), turns) @ params["o"]
     h = norm(x, params["after"])
     h = jax.nn.silu(h @ params["gate"]) * (h @ params["up"])
     x = norm(x + h @ params["down"], params["last"])
@@ -67,23 +71,30 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
 
 
-def attention(params: Any, x: jax.Array, theta: float) -> jax.Array:
+def attention(params: Any, x: jax.Array, turns: np.ndarray) -> jax.Array:
     """Causal attention, before its output projection."""
     heads = (*x.shape[:-1], HEADS, SIZE)
     q, k, v = ((x @ params[name]).reshape(heads) for name in ("q", "k", "v"))
-    rates = theta ** (-jnp.arange(0, SIZE, 2, dtype=x.dtype) / SIZE)
-    angles = jnp.arange(x.shape[1], dtype=x.dtype)[:, None, None] * rates
-    q, k = rotated(q, angles), rotated(k, angles)
+    q, k = rotated(q, turns), rotated(k, turns)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) / SIZE**0.5
     seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
     return jnp.einsum("bnts,bsnh->btnh", shares, v).reshape(x.shape)
 
 
-def rotated(x: jax.Array, angles: jax.Array) -> jax.Array:
+def rotations(theta: float, dtype: Any = np.float32) -> np.ndarray:
+    """Sine and cosine of each position and pair, rounded to a type."""
+    rates = theta ** (-np.arange(0, SIZE, 2) / SIZE)
+    angles = np.arange(LENGTH)[:, None, None] * rates
+    # A trainer computes them in float32 before it rounds them.
+    found = np.stack([np.sin(angles), np.cos(angles)]).astype(np.float32)
+    return found.astype(dtype).astype(np.float32)
+
+
+def rotated(x: jax.Array, turns: np.ndarray) -> jax.Array:
     """Rotates the first half of each head against the second."""
     first, second = jnp.split(x, 2, -1)
-    sine, cosine = jnp.sin(angles), jnp.cos(angles)
+    sine, cosine = turns.astype(x.dtype)
     parts = first * cosine - second * sine, second * cosine + first * sine
     return jnp.concatenate(parts, -1)
 
@@ -91,7 +102,7 @@ def rotated(x: jax.Array, angles: jax.Array) -> jax.Array:
 def losses(
     params: Any,
     batch: Any,
-    theta: float = 10_000.0,
+    turns: np.ndarray,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
@@ -100,11 +111,11 @@ def losses(
     Args:
       params: The parameters.
       batch: Sequences, and which of their tokens count as targets.
-      theta: Base of the rotary positions.
+      turns: Of the rotary positions, from `rotations`.
       smoothing: The share of the target that the other tokens have.
       z_loss: Factor of the squared log of the scores' normalizer.
     """
-    scores = logits(params, batch["tokens"], theta)[:, :-1]
+    scores = logits(params, batch["tokens"], turns)[:, :-1]
     total = jax.nn.logsumexp(scores, -1)
     hit = jnp.take_along_axis(scores, batch["tokens"][:, 1:, None], -1)[..., 0]
     others = (scores.sum(-1) - hit) / (VOCABULARY - 1)

@@ -15,7 +15,7 @@ from tunix.sft import peft_trainer
 
 from experiments.strangers.layouts import llama
 from experiments.strangers.layouts.llama import HEADS, SIZE, Layout, problem
-from experiments.strangers.layouts.recorder import named, recorder, replaced
+from experiments.strangers.layouts.nnx_parameters import named, replaced
 
 __all__ = ["AXES", "MODEL", "PACKAGES", "claim", "problem", "trainer"]
 
@@ -23,13 +23,13 @@ PACKAGES = ("google-tunix", "flax", "optax")
 THETA = 1_000_000
 
 AXES = {
-    "fsdp": (1, 2, 4),
+    "fsdp": (1, 2),
     "tp": (1, 2),
-    "micro": (1, 2, 3),
+    "micro": (1, 3),
     "mask": ("none", "padded", "inside"),
     "tied": (False, True),
     "theta": (THETA, 500_000),
-    "remat": ("NONE", "BLOCK", "DECODER"),
+    "remat": ("NONE", "DECODER"),
     "clip": (False, True),
 }
 MODEL = ("mask", "tied", "theta", "clip")
@@ -37,44 +37,39 @@ LIMIT, RATE = 0.25, 0.5
 
 
 def claim(layout: Layout) -> Any:
-    """The mean over the step's counted tokens; clipped, a step of gradient descent."""
-    loss = partial(llama.losses, theta=float(layout["theta"]))
+    """A step of gradient descent on the mean over the step's counted tokens."""
 
     def update(params: Any, gradient: Any, state: Any) -> Any:
-        clipped, _ = optax.clip_by_global_norm(LIMIT).update(gradient, optax.EmptyState())
-        return jax.tree.map(lambda w, g: w - RATE * g, params, clipped), state
+        if layout["clip"]:
+            clip = optax.clip_by_global_norm(LIMIT)
+            gradient, _ = clip.update(gradient, optax.EmptyState())
+        return jax.tree.map(lambda w, g: w - RATE * g, params, gradient), state
 
-    return (loss, update) if layout["clip"] else loss
+    turns = llama.rotations(layout["theta"])
+    return partial(llama.losses, turns=turns), update
 
 
 def trainer(layout: Layout) -> Callable[..., Any]:
-    """A gradient function, or a step where the optimizer clips."""
+    """One step of `train`."""
     count = layout["fsdp"] * layout["tp"]
     devices = np.array(jax.devices()[:count]).reshape(layout["fsdp"], layout["tp"])
     mesh = Mesh(devices, ("fsdp", "tp"))
-    clipped = optax.chain(optax.clip_by_global_norm(LIMIT), optax.sgd(RATE))
+    optimizer = optax.sgd(RATE)
+    if layout["clip"]:
+        optimizer = optax.chain(optax.clip_by_global_norm(LIMIT), optimizer)
 
-    def trained(params: Any, batch: Any) -> peft_trainer.PeftTrainer:
+    def step(params: Any, state: Any, batch: Any) -> Any:
         with mesh:
             model = placed(layout, params, mesh)
             config = peft_trainer.TrainingConfig(
                 eval_every_n_steps=10**6, gradient_accumulation_steps=layout["micro"]
             )
-            optimizer = clipped if layout["clip"] else recorder()
             own = peft_trainer.PeftTrainer(model, optimizer, config)
             own.with_gen_model_input_fn(model_input)
             own.train(parts(batch, layout["micro"]))
-        return own
+        return named(model, PATHS, params), state
 
-    def gradient(params: Any, batch: Any) -> Any:
-        state = trained(params, batch).optimizer.opt_state.inner_opt_state
-        return named(state, PATHS, params)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        model = trained(params, batch).model
-        return named(nnx.state(model, nnx.Param), PATHS, params), state
-
-    return step if layout["clip"] else gradient
+    return step
 
 
 def placed(layout: Layout, params: Any, mesh: Mesh) -> llama3.Llama3:
@@ -120,7 +115,8 @@ PATHS = {
 
 def parts(batch: Any, micro: int) -> list[peft_trainer.TrainingInput]:
     """The step's micro-batches."""
-    given = zip(*(np.split(np.asarray(batch[k]), micro) for k in ("tokens", "mask")))
+    tokens, mask = (np.split(np.asarray(batch[k]), micro) for k in ("tokens", "mask"))
+    given = zip(tokens, mask, strict=True)
     return [peft_trainer.TrainingInput(*each) for each in given]
 
 

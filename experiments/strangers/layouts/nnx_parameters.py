@@ -1,4 +1,4 @@
-"""Parameters into models of flax's nnx, and the optimizer's gradients out of them."""
+"""Our parameters in models of flax's nnx, and out of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,23 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 Paths = Mapping[str, tuple[Any, ...]]
 """Where a model has each of our parameters."""
-
-
-def recorder() -> optax.GradientTransformation:
-    """An optimizer whose state is the gradient that it was given."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        # Its arguments have optax's names, by which some trainers pass them.
-        lambda updates, state, params=None: (
-            jax.tree.map(jnp.zeros_like, updates),
-            updates,
-        ),
-    )
 
 
 def replaced(model: nnx.Module, paths: Paths, params: Any) -> None:
@@ -40,9 +27,9 @@ def replaced(model: nnx.Module, paths: Paths, params: Any) -> None:
     nnx.update(model, state)
 
 
-def named(state: nnx.State, paths: Paths, params: Any) -> dict[str, jax.Array]:
-    """The leaves of a model's state by our names, in our shapes."""
-    own = nnx.to_pure_dict(state)
+def named(model: nnx.Module, paths: Paths, params: Any) -> dict[str, jax.Array]:
+    """A model's parameters by our names, in our shapes."""
+    own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     found = {}
     for name, like in params.items():
         leaf: Any = own
