@@ -65,22 +65,21 @@ def optimizer(layout):
 
 
 def loss(w, batch):
-    return (jnp.tanh((batch["x"] * w).sum(-1)) - batch["y"]) ** 2
+    w = jnp.broadcast_to(w, batch["x"].shape)
+    return (jnp.tanh((batch["x"] * w).sum(1)) - batch["y"]) ** 2
 
 
 def seen_before(layout):
-    """Weights since the last average: that of step `taken - 1`, or one before."""
-    count = layout["replicas"]
-    return np.arange(1, count + 1, dtype=np.float32)
+    """The weights that each replica has seen since the last average."""
+    return np.arange(1, layout["replicas"] + 1, dtype=np.float32)
 
 
 def claim(layout):
     def losses(rows, batch):
         return loss(rows[batch["replica"]], batch)
 
-    edges = np.cumsum((0, *sizes(layout)))
-    own = np.add.reduceat(np.append(weights_of(layout), 0), edges)[:-1]
-    own = np.where(np.array(sizes(layout)) == 0, 0, own)
+    replica = np.repeat(np.arange(layout["replicas"]), sizes(layout))
+    own = np.bincount(replica, weights_of(layout), layout["replicas"])
     group = np.arange(len(own)) // layout["group"]
     mates = (group[:, None] == group).astype(np.float32)
     share = own.sum() / np.maximum(mates @ own, 1)
@@ -90,10 +89,11 @@ def claim(layout):
         t, opt_state, seen = state
         alone = t >= layout["start"]
         among = share[:, None] * (mates @ gradient)
-        gradient = jnp.where(alone, among, gradient.sum(0))
+        whole = gradient.sum(0, keepdims=True)
+        gradient = jnp.where(alone, among, whole)
         rows, opt_state = optimizer(layout).step(rows, gradient, opt_state)
         seen = seen + own
-        mean = (seen[:, None] * rows).sum(0) / seen.sum()
+        mean = (seen[:, None] * rows).sum(0, keepdims=True) / seen.sum()
         due = alone & ((t - layout["start"]) % layout["period"] == 0)
         rows = jnp.where(due, mean, rows)
         return rows, (t + 1, opt_state, jnp.where(due, 0, seen))
