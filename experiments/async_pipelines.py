@@ -133,7 +133,7 @@ def notes(given: Study, read: int) -> Iterator[str]:
         "pydoc_data.topics; the last tenth of the text is held out."
     )
     for grid in dict.fromkeys(map(given.grid, given.methods)):
-        names = ", ".join(name for name in given.methods if given.grid(name) == grid)
+        names = "; ".join(name for name in given.methods if given.grid(name) == grid)
         yield f"Learning rates {', '.join(f'{rate:g}' for rate in grid)}: {names}."
     yield f"{given.seeds} seeds of weights and batches; the best mean is shown."
     yield (
@@ -321,7 +321,8 @@ def pictures(given: Study, runs: Runs) -> Iterator[Picture]:
     yield Picture(
         "stages",
         "Held-out loss after all updates with the best learning rate of each method; "
-        "bars are standard deviations over seeds. Dashed or dotted: in any number of stages.",
+        "bars are standard deviations over seeds. Dashed or dotted: in any number of "
+        "stages.",
         plot_stages(given, runs),
     )
     yield Picture(

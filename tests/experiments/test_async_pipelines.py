@@ -214,7 +214,7 @@ def test_notes_name_the_methods_of_each_grid():
     told = [note for note in job.notes(given._replace(rates=2), 0) if "rates" in note]
     assert told == [
         "Learning rates 0.003, 0.01: 2BW.",
-        "Learning rates 0.03, 0.1: SGD, synchronous, SGD, DC-ASGD-a.",
+        "Learning rates 0.03, 0.1: SGD, synchronous; SGD, DC-ASGD-a.",
         "Learning rates 0.3, 1: SGD, Nesterov (10).",
     ]
     (*_, last) = job.notes(given, 3)
