@@ -1059,8 +1059,8 @@ def _hidden_coupling(
     """A note if the batch's exact gradient is not the sum of its examples' own.
 
     `sums` are these, leaf by leaf. `exact` computes that of the batch, for a cotangent
-    of the loss, and is called only where it may matter; `rules` are the derivative
-    rules in the loss.
+    of the loss, and is called only where it may matter; `rules` gives the users'
+    derivative rules in the loss.
     """
     leaves = named_leaves(gradient)
     known = [(path, limit) for path, limit in limits.items() if limit is not None]
@@ -1070,7 +1070,8 @@ def _hidden_coupling(
     ):
         return ()
     # Without a cotangent of the loss, what is left is what derivative rules add.
-    added = map(np.nan_to_num, exact(0.0))
+    own = rules()
+    added = map(np.nan_to_num, exact(0.0)) if own else [np.zeros(())] * len(known)
     for (path, limit), total, whole, part in zip(
         known, sums, exact(), added, strict=True
     ):
@@ -1085,7 +1086,7 @@ def _hidden_coupling(
             large += limit.undecided.in_norm
             allowed = allowed + limit.undecided.bound
         if np.linalg.norm(apart) > large and (apart > allowed).any():
-            adds = f" through what a rule adds ({', '.join(rules())})"
+            adds = f" through what a rule adds ({', '.join(own)})"
             return (
                 f"examples influence each other{adds if part.any() else ''}: the "
                 f"batch's exact gradient at {path} and the sum of its examples' own "

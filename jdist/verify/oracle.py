@@ -224,26 +224,21 @@ def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slop
     """The derivative at the parameters along a direction in which all leaves count."""
     params, *_ = given
     trainable, _ = split_inexact(params)
-    wide = jax.tree.map(in_double, trainable)
-    typical, count = _typical(wide)
-    noise = _noise(np.random.default_rng(seed), typical / math.sqrt(count), wide)
-    gradient = jax.tree.unflatten(jax.tree.structure(trainable), known.gradient)
-    leaves = max(len(known.gradient), 1)
-    length = math.sqrt(
-        sum(float(np.sum(np.abs(x) ** 2)) for x in jax.tree.leaves(noise))
-    )
-
-    def mixed(slope: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        size = float(np.linalg.norm(slope))
-        if not 0 < size < math.inf:
-            return noise
-        # JAX's gradient g of a complex leaf satisfies dL = Re(g . dz).
-        return noise + length / (size * math.sqrt(leaves)) * np.conj(slope)
-
-    direction = jax.tree.map(mixed, gradient, noise)
+    typical, count = _typical(jax.tree.map(in_double, trainable))
+    generator = np.random.default_rng(seed)
+    noise = _noise(generator, typical / math.sqrt(count), trainable)
+    parts, structure = jax.tree.flatten(noise)
     del noise
+    length = math.sqrt(sum(float(np.sum(np.abs(x) ** 2)) for x in parts))
+    for number, slope in enumerate(known.gradient):
+        size = float(np.linalg.norm(slope))
+        if 0 < size < math.inf:
+            # JAX's gradient g of a complex leaf satisfies dL = Re(g . dz).
+            share = length / (size * math.sqrt(len(parts)))
+            parts[number] = parts[number] + share * np.conj(slope)
+    direction = structure.unflatten(parts)
     exact = _along(direction, known.gradient)
-    losses = _losses(value, given, wide, direction, FEW)
+    losses = _losses(value, given, None, direction, FEW)
     return Slopes(exact, losses, known.scatter)
 
 
@@ -257,20 +252,37 @@ def _along(direction: PyTree, gradient: Sequence[ArrayLike]) -> float:
 
 
 def _losses(
-    value: Pieces, given: PyTree, near: PyTree, direction: PyTree, shifts: np.ndarray
+    value: Pieces,
+    given: PyTree,
+    near: PyTree | None,
+    direction: PyTree,
+    shifts: np.ndarray,
 ) -> np.ndarray:
-    """The losses along a direction; what is detached, and decisions, do not move."""
+    """The losses along a direction; what is detached, and decisions, do not move.
+
+    Differences are taken at `near`; None: at the parameters, without copies of them.
+    """
     recording: Recording = {}
     found = []
+    trainable, _ = split_inexact(given[0])
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        (middle,) = value.exact(_paired(given, near), recording)
+        at_parameters = jax.tree.leaves(given)
+        middle = at_parameters if near is None else _paired(given, near)
+        (pair,) = value.exact(middle, recording)
+        at = float(pair.wide)
+        del middle, pair
         form = EXACT._replace(held=value.holds)
         for shift in REACH * shifts:
             if shift == 0:
-                found.append(float(middle.wide))
+                found.append(at)
                 continue
-            moved = jax.tree.map(lambda x, d, s=shift: x + s * d, near, direction)
+            moved = jax.tree.map(
+                lambda x, d, s=shift: in_double(x) + s * d,
+                trainable if near is None else near,
+                direction,
+            )
             (loss,) = value.run(_paired(given, moved), form, replay=recording)
+            del moved
             found.append(float(loss.wide))
     return np.asarray(found)
 
@@ -344,12 +356,21 @@ def own_rules(program: ClosedJaxpr) -> list[str]:
     """The functions in a program with a derivative rule that is not JAX's own."""
     found = set()
     for equation in equations_in(program):
-        if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            about = equation.params["call_jaxpr"].jaxpr.debug_info
+        if equation.primitive.name in _RULED:
+            kind, inner = _RULED[equation.primitive.name]
+            about = equation.params[inner].jaxpr.debug_info
             if JAX not in Path(about.func_filename or "").parents:
-                kind = equation.primitive.name.removesuffix("_call")
                 found.add(f"{kind} of {about.func_name}")
     return sorted(found)
+
+
+# Primitives whose derivative a user may write: JAX's function for it, and the parameter
+# with the user's.
+_RULED = {
+    "custom_jvp_call": ("custom_jvp", "call_jaxpr"),
+    "custom_vjp_call": ("custom_vjp", "call_jaxpr"),
+    "linear_call": ("linear_call", "callee"),
+}
 
 
 JAX = Path(jax.__file__).parent

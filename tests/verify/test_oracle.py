@@ -336,3 +336,32 @@ def test_a_constant_loss_has_the_slope_zero():
     constant = np.full(SHIFTS.size, 0.75)
     assert pinned(Slopes(0.0, constant)).ok
     assert pinned(Slopes(1e-3, constant)).wrong
+
+
+def test_rules_are_those_of_users():
+    """Each way to write a derivative in which a rule may add a gradient of its own."""
+
+    @jax.custom_jvp
+    def first(x):
+        return 2 * x
+
+    first.defjvp(lambda x, t: (2 * x[0], 3 * t[0]))
+
+    @jax.custom_vjp
+    def second(x):
+        return x
+
+    second.defvjp(lambda x: (x, None), lambda _, g: (g + 1,))
+
+    def third(_, x):
+        return x
+
+    def losses(x):
+        x = jax.custom_derivatives.linear_call(third, lambda _, g: g + 1, (), x)
+        # JAX's own have rules, too, which are right.
+        return jax.nn.relu(second(first(x)))
+
+    program = jax.make_jaxpr(losses)(jnp.arange(5.0))
+    wanted = ["custom_jvp of first", "custom_vjp of second", "linear_call of third"]
+    assert oracle.own_rules(program) == wanted
+    assert oracle.own_rules(jax.make_jaxpr(jax.nn.relu)(jnp.arange(5.0))) == []
