@@ -29,9 +29,9 @@ from jdist import optim, pipeline
 
 FULL = Study(Sizes(), (4, 8, 16, 32), tuple(study.METHODS), seeds=5, rates=6)
 QUICK = Study(
-    Sizes(width=8, halves=4, length=8, batch=4, steps=6, test=4),
-    (2, 4),
-    (study.SYNC, study.STASH, study.TWO),
+    Sizes(width=8, halves=2, length=8, batch=4, steps=6, test=4),
+    (1, 2),
+    (study.SYNC, study.STASH),
     seeds=2,
     rates=1,
 )
@@ -149,8 +149,8 @@ def notes(given: Study, read: int) -> Iterator[str]:
 
 def executor_claim(sizes: Sizes) -> Claim:
     """Whether the compiled form ends an epoch with the bits of a `Pipeline`."""
-    stages, steps = 4, 7
-    small = sizes._replace(halves=4, steps=steps)
+    stages, steps = min(4, sizes.halves), 7
+    small = sizes._replace(halves=stages, steps=steps)
     made, parts = task.staged(small, stages), task.parameters(small, 0)
     params, data = task.cut(parts, stages), task.training(small, 0)
     optimizer = optim.adam(lr=0.01)
