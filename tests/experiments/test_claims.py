@@ -102,15 +102,16 @@ def elastic(**changes):
     return job.claims(runs, history, 3, 0.9)
 
 
-def scaled(needed=9.0, step=1.5, kept=2.0):
+def scaled(needed=9.0, step=1.5, kept=2.0, found=None):
     job = llama_scale
 
-    def plan(name, activations):
+    def plan(name, activations, step=step):
         memory = {"parameters": needed - activations, "activations": activations}
         timeline = types.SimpleNamespace(makespan=step)
         return job.Planned("slice", name, [3, 2], memory, 10, timeline, 1.0)
 
-    return job.claims([plan("GPipe", 4.0), plan("1F1B", kept)], [])
+    families = plan("GPipe", 4.0, 1.7), plan("1F1B", kept), plan("ZB-H1", 3.0, 1.6)
+    return job.claims([*families, plan(job.FOUND, 3.0, found or step)], [])
 
 
 def scripted(**changes):
@@ -306,6 +307,7 @@ PLANTED = [
     (scaled, 0, {"needed": 10.1}),
     (scaled, 1, {"step": 0.9}),
     (scaled, 2, {"kept": 4.0}),
+    (scaled, 3, {"found": 1.51}),
 ]
 
 
