@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import _pipeline_models as models
 from benchmarks._pair import Job, Spent, idle, timed
@@ -50,6 +51,69 @@ def prepare_large(rank: int) -> Iterator[dict[str, Job]]:
     kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN
     yield piped(models.LARGE, kinds) | _alone(rank, whole)
     rpc.shutdown()
+
+
+@contextmanager
+def prepare_unequal(rank: int) -> Iterator[dict[str, Job]]:
+    """Families and what is found, for layers 1 : 2 and for attention and a head."""
+    rpc.init_rpc(f"worker{rank}", allow=("benchmarks",))
+    weights, cut = jax.device_put(models.weights()), models.UNEQUAL[0]
+    jobs = _searched(
+        "", stages(), losses, [weights[:cut], weights[cut:]], examples(512)
+    )
+    way = [
+        pipeline.Stage(layers, ("x",), ("h",)),
+        pipeline.Stage(attended, ("h",), ("y",)),
+    ]
+    jobs |= _searched(f"{models.HEADED}, ", way, errors, *headed())
+    yield jobs
+    rpc.shutdown()
+
+
+FOUND: dict[str, str] = {}
+"""What the first process has found, as CSV text."""
+
+
+def found_text(name: str) -> str:
+    """The schedule of a job, for the other process."""
+    return FOUND[name]
+
+
+def _searched(
+    name: str, own: Sequence[pipeline.Stage], loss: Any, params: Any, batch: Any
+) -> dict[str, Job]:
+    """1F1B, ZB-H1 and what is found from the costs of both, with their simulations."""
+    m, rank = models.UNEQUAL_STEP, rpc.get_worker_info().id
+
+    def made(schedule: pipeline.Schedule) -> tuple[pipeline.Pipeline, Any]:
+        pipe = pipeline.Pipeline(own, loss, schedule, WORKERS)
+        return pipe, functools.partial(pipe.value_and_grad, pipe.place(params), batch)
+
+    kinds = {
+        models.ONE_F_ONE_B: pipeline.one_f_one_b(2, m),
+        models.ZERO_BUBBLE: pipeline.zero_bubble(2, m),
+    }
+    runs = {}
+    for kind, schedule in kinds.items():
+        pipe, step = made(schedule)
+        jax.block_until_ready(step())
+        runs[kind] = pipeline.timed(pipe, step)[1]
+    whole = pipeline.Costs.measured(runs[models.ONE_F_ONE_B]).backward
+    costs = pipeline.Costs.measured(runs[models.ZERO_BUBBLE], backward=whole)
+    if rank == 0:
+        limits = pipeline.simulate(kinds[models.ZERO_BUBBLE], costs).peak_bytes
+        made_for = functools.partial(pipeline.synthesize, costs, workers=2)
+        found = made_for(micro_batches=m, memory=limits, seconds=30.0)
+        FOUND[name] = found.schedule.to_csv()
+    rpc.barrier()
+    text = rpc.rpc_sync("worker0", found_text, args=(name,))
+    kinds[models.FOUND] = pipeline.Schedule.from_csv(text, name=models.FOUND)
+    jobs: dict[str, Job] = {}
+    for kind, schedule in kinds.items():
+        pipe, step = made(schedule)
+        jobs[name + kind] = functools.partial(_together, rpc.barrier, step)
+        jobs[f"{name}simulated, {kind}"] = functools.partial(_predicted, pipe, step)
+    return jobs
 
 
 def piped(
@@ -153,6 +217,37 @@ def layers(params: Any, x: jax.Array) -> jax.Array:
     for matrix, offset in params:
         x = jax.nn.relu(x @ matrix + offset)
     return x
+
+
+def attended(params: Any, x: jax.Array) -> jax.Array:
+    """Layers of attention over sequences, `(examples, length, width)`, and a head."""
+    *blocks, head = params
+    for queries, keys, values in blocks:
+        scores = (x @ queries) @ jnp.swapaxes(x @ keys, -1, -2)
+        x = x + jax.nn.softmax(scores / x.shape[-1] ** 0.5) @ (x @ values)
+    return x @ head
+
+
+def errors(y: jax.Array, batch: Any) -> jax.Array:
+    """The cross entropy of each example, `(examples,)`."""
+    chosen = jnp.take_along_axis(y, batch["target"][..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(y, axis=-1) - chosen, axis=-1)
+
+
+def headed() -> tuple[list[Any], dict[str, jax.Array]]:
+    """Parameters of four layers, then attention and a head of 4096; 32 sequences."""
+    rng, width, words = np.random.default_rng(2), 512, 4096
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape, scale=shape[0] ** -0.5), jnp.float32)
+
+    first = [(normal(width, width), jnp.zeros(width)) for _ in range(4)]
+    blocks = [tuple(normal(width, width) for _ in range(3)) for _ in range(2)]
+    batch = {
+        "x": normal(32, 128, width),
+        "target": jnp.asarray(rng.integers(0, words, (32, 128))),
+    }
+    return [first, [*blocks, normal(width, words)]], batch
 
 
 def losses(y: jax.Array, batch: Any) -> jax.Array:

@@ -13,6 +13,7 @@ WHOLE = "whole batch, one core"
 
 ONE_F_ONE_B, ZERO_BUBBLE, GPIPE = "1F1B", "ZB-H1", "GPipe"
 SPLIT_DRAIN = "1F1B, split drain"
+FOUND, LOOPED_ZERO, ZBV = "found", "interleaved zero bubble", "ZBV"
 OWN = (ONE_F_ONE_B, SPLIT_DRAIN, ZERO_BUBBLE)
 """The schedules that are timed beside torch's."""
 
@@ -34,6 +35,16 @@ def predicted(micro_batches: int) -> str:
 
 EMPTY, EMPTY_PIPED = "an action of nothing", "an action of nothing, two processes"
 """Host time of one action of stages that compute nothing."""
+
+
+UNEQUAL = 4, 8
+"""Layers of two stages of which one works twice as long."""
+
+UNEQUAL_STEP = 8
+"""Micro-batches of a step of unequal stages."""
+
+HEADED = "attention and head"
+"""The job in which the last stage has attention layers and a large head."""
 
 
 def weights() -> list[tuple[np.ndarray, np.ndarray]]:
