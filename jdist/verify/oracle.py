@@ -236,7 +236,7 @@ def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slop
             # JAX's gradient g of a complex leaf satisfies dL = Re(g . dz).
             share = length / (size * math.sqrt(len(parts)))
             parts[number] = parts[number] + share * np.conj(slope)
-    direction = structure.unflatten(parts)
+    direction = jax.tree.unflatten(structure, parts)
     exact = _along(direction, known.gradient)
     losses = _losses(value, given, None, direction, FEW)
     return Slopes(exact, losses, known.scatter)
