@@ -4,6 +4,7 @@ import array
 import functools
 import gc
 import re
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -238,6 +239,17 @@ def test_third_version_warns_and_says_what_changed():
     compile_for(3.5)
     assert compile_for(3.5) is compile_for(3.5)
     assert len(versions) == 4
+
+
+def test_threads_that_compile_one_program_together_count_once():
+    """Each asks for the same entry; a second compilation would be a version."""
+    versions = ProgramVersions(size=8)
+    contents = contents_of(closing_over(1), "segment")
+    entry = object()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecompilationWarning)
+        for _ in range(5):
+            assert versions.get("segment", contents, (), "program", entry) is entry
 
 
 def test_versions_are_bounded():

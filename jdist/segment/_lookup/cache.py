@@ -147,10 +147,15 @@ class ProgramVersions:
           entry: The new entry, about to be compiled.
           patience: See `note`.
         """
-        found = self._entries.get_or_make(
-            (user, contents.code, case, program), lambda: entry
-        )
-        if found is entry:
+        stored: list[Any] = []
+
+        def new() -> Any:
+            stored.append(entry)
+            return entry
+
+        found = self._entries.get_or_make((user, contents.code, case, program), new)
+        # Another thread may have stored the same entry: that is one compilation.
+        if stored:
             self.note(user, contents, case, patience)
         return found
 
