@@ -409,6 +409,12 @@ def array_module(first):
 
 
 @kind
+def view_of_memory(first):
+    held = memoryview(array.array("d", [first]))
+    return (lambda p, x: p * x * held[0]), lambda v: held.__setitem__(0, v)
+
+
+@kind
 def jax_array_in_a_list(first):
     held = [jnp.float32(first)]
     return (lambda p, x: p * x * held[0]), lambda v: held.__setitem__(0, jnp.float32(v))
@@ -617,6 +623,7 @@ NO_TRACER = {
     "numpy_array_written_to",
     "large_numpy_array_written_to",
     "array_module",
+    "view_of_memory",
     "environment",
 }
 """They cannot hold a traced value."""

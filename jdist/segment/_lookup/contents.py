@@ -532,7 +532,7 @@ def _in_library(module: object) -> bool:
 def _hash(value: object) -> int | None:
     try:
         return hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # Such as a view of writable memory.
         return None
 
 
