@@ -295,6 +295,10 @@ def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
         for tree in (*TREES.values(), [codes.DICT], [codes.TUPLE, "worker0", 1, None]):
             for meta in ({}, {"ticket": 1, "deadline": 5.0}):
                 found = caller.ask(Frame(kind, 1, meta, tree, []))
+                if kind == "autograd.graph" and type(tree) is int:
+                    # The id of a context that nobody has.
+                    assert found == ([], [])
+                    continue
                 # A request for counts asks nothing of its body.
                 answers = list if kind == "calls without a deadline" else str | None
                 assert isinstance(found, Exception | answers), (kind, tree)
