@@ -9,6 +9,7 @@ import pytest
 
 from jdist import optim, pipeline, rpc
 from jdist.pipeline.run.executor import CallInputs
+from jdist.segment._lookup.cache import VERSIONS
 from tests.pipeline import spmd_models
 from tests.pipeline.models import losses, problem, stages
 
@@ -53,6 +54,9 @@ def test_what_is_lowered_is_what_a_step_runs(name, places, caplog):
     if "masters" in name:
         batch = {k: x.astype(jnp.bfloat16) for k, x in batch.items() if k != "name"}
     pipe = pipeline.Pipeline(stages(), losses, schedule, devices(places), **options)
+    # As in a new process: else stages may be those of an earlier pipeline, which
+    # compiled some programs for shapes and others for arrays.
+    VERSIONS.clear()
     jax.clear_caches()
     found = pipe.lower(pipe.init(shapes(params)), shapes(batch))
     for lowered in found.values():
