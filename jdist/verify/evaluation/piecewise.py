@@ -599,10 +599,13 @@ def _parts(group: list[Equation], *, through: bool) -> list[list[Equation]]:
         level = 0 if through else max(steps, default=0)
         joined = sorted({part_of[i] for i in before if part_of[i][0] == level})
         key = joined[0] if joined else (level, place)
-        parts[key] = [i for x in joined for i in parts.pop(x)] + [place]
+        own = parts.setdefault(key, [])
+        for other in joined[1:]:
+            for i in parts[other]:
+                part_of[i] = key
+            own += parts.pop(other)
+        own.append(place)
         part_of.append(key)
-        for i in parts[key]:
-            part_of[i] = key
         numbers.append(number)
         made.update((x, place) for x in equation.outputs)
     return [[group[i] for i in sorted(parts[key])] for key in sorted(parts)]
