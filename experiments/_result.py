@@ -6,6 +6,7 @@ other place writes a sentence about a result. Everything else (captions, notes, 
 says what is shown and how it was found, and not what came out.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,3 +150,10 @@ class Result:
         for why, texts in reasons.items():
             parts.append(f"Not judged, because {why}: {'; '.join(texts)}.")
         return " ".join(parts)
+
+
+def write_whole(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes a record as JSON; what interrupts it leaves no half of a file."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(record, indent=1, allow_nan=False))
+    unfinished.replace(path)

@@ -1,7 +1,6 @@
 """Finding experiments, running one, and writing down what came out."""
 
 import importlib
-import json
 import pkgutil
 import time
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from rich.table import Table
 import experiments
 from experiments import _report
 from experiments._environment import Environment
-from experiments._result import Claim, Result, Settings
+from experiments._result import Claim, Result, Settings, write_whole
 
 MARKS = {
     "holds": "[green]✓[/green]",
@@ -111,7 +110,5 @@ def _write(
         "environment": asdict(Environment()),
         "data": result.data,
     }
-    # Written and renamed: a half-written file would break the report of all others.
-    unfinished = folder / f"{name}.json.unfinished"
-    unfinished.write_text(json.dumps(record, indent=1, allow_nan=False))
-    unfinished.replace(folder / f"{name}.json")
+    # A half-written file would break the report of all others.
+    write_whole(folder / f"{name}.json", record)

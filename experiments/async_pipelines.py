@@ -113,11 +113,7 @@ def run(settings: Settings, progress: Progress) -> Result:
         pictures=list(pictures(given, runs)),
         tables={"Methods": rows(given, runs)},
         data={
-            f"{name}, {stages} stages": {
-                "rates": found.rates,
-                "final": study.written(found.final),
-                "curve": study.written(found.curve),
-            }
+            f"{name}, {stages} stages": found.record()
             for (name, stages), found in runs.items()
         },
         notes=list(notes(given, read)),
@@ -358,7 +354,7 @@ def plot_stages(given: Study, runs: Runs) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(given.stages, list(map(str, given.stages)))
     axes.set_xlabel("stages")
-    axes.set_ylabel("held-out loss, nats for a character")
+    axes.set_ylabel("held-out loss, nats per character")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
@@ -383,7 +379,7 @@ def plot_curves(given: Study, runs: Runs) -> Figure:
         times = updates * seconds(method.versions, stages)
         right.plot(times, curve, label=name, **line)
     left.set_xlabel("updates")
-    left.set_ylabel("training loss, nats for a character")
+    left.set_ylabel("training loss, nats per character")
     right.set_xlabel("simulated seconds")
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure

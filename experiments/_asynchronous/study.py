@@ -19,6 +19,7 @@ import numpy as np
 from experiments._asynchronous import compiled, rules, task
 from experiments._asynchronous.rules import PyTree, Rule
 from experiments._asynchronous.task import Sizes
+from experiments._result import write_whole
 from jdist import optim, pipeline
 
 SGD_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -193,6 +194,11 @@ class Found(NamedTuple):
         """Held-out losses with the best rate, `(seeds,)`."""
         return self.final[self.best]
 
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        final, curve = written(self.final), written(self.curve)
+        return {"rates": self.rates, "final": final, "curve": curve}
+
 
 def versions_of(versions: str, stages: int, updates: int) -> np.ndarray:
     """The version that each update's micro-batch meets, `(stages, updates)`."""
@@ -264,17 +270,7 @@ def resumed(study: Study, folder: Path, name: str, stages: int) -> tuple[Found, 
         return Found(tuple(kept["rates"]), final, curve), True
     found = trained(study, name, stages)
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
-        "method": name,
-        "stages": stages,
-        "rates": found.rates,
-        "final": written(found.final),
-        "curve": written(found.curve),
-    }
-    # Written and renamed: an interrupted call leaves no half of a file.
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record))
-    unfinished.replace(path)
+    write_whole(path, {"method": name, "stages": stages, **found.record()})
     return found, False
 
 

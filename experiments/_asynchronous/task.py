@@ -114,7 +114,7 @@ def score(own: Mapping[str, jax.Array], h: jax.Array) -> jax.Array:
 
 
 def losses_of(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-    """The mean cross-entropy of each sequence, in nats for a character."""
+    """The mean cross-entropy of each sequence, in nats per character."""
     chosen = jnp.take_along_axis(
         jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1
     )

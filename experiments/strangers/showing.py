@@ -52,7 +52,7 @@ def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
 
 
 def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """A table of what is given in place of the claimed gradient, where, and by whom."""
+    """A table of the wrong gradients, with the settings and the trainers' uses."""
     found: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         settings: dict[str, list[str]] = {}

@@ -296,7 +296,7 @@ def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
             for meta in ({}, {"ticket": 1, "deadline": 5.0}):
                 found = caller.ask(Frame(kind, 1, meta, tree, []))
                 if kind == "autograd.graph" and type(tree) is int:
-                    # The id of a context that nobody has.
+                    # An integer is the id of an unknown context: its graph is empty.
                     assert found == ([], [])
                     continue
                 # A request for counts asks nothing of its body.
