@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -103,10 +104,8 @@ class Bench:
         asked: dict[Any, float] = {}
         passed = 0
 
-        def ask(question: str, layout: dict[str, Any]) -> Any:
+        def judge(layout: dict[str, Any]) -> verify.Verdict:
             nonlocal passed
-            if question == "trace":
-                return "not asked"
             simplest = {a: v if a in MODEL else AXES[a][0] for a, v in layout.items()}
             # The first layout of a claim measures its reference.
             for each in (simplest, layout):
@@ -114,7 +113,8 @@ class Bench:
             passed += planted(layout, fault) and not verdict.fails
             return verdict
 
-        search = LayoutSearch(grid, MODEL, strength, self._seed, ask)
+        judges: Any = SimpleNamespace(judge=judge, trace=lambda _: (None, "not asked"))
+        search = LayoutSearch(grid, MODEL, strength, self._seed, judges)
         search.run(None, shown=False)
         report = search.report()
         fails = [each.fails for each in report.verdicts]

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 from importlib import metadata
 
 import jax
@@ -9,8 +10,7 @@ from rich.console import Console
 
 from jdist import verify
 
-NAMES = ("easydel", "tunix")
-DEVICES = 8
+NAMES = ("easydel", "maxtext", "tunix")
 
 
 def main() -> None:
@@ -21,14 +21,17 @@ def main() -> None:
         "--seconds", type=float, help="of random layouts, from the start"
     )
     given = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    logging.basicConfig()
+    logging.getLogger("jdist.verify").setLevel(logging.INFO)
     own = importlib.import_module(f"experiments.strangers.layouts.{given.name}")
+    jax.config.update("jax_num_cpu_devices", own.DEVICES)
     found = verify.fuzz(
         own.problem,
         own.claim,
         own.trainer,
         axes=own.AXES,
         model=own.MODEL,
+        valid=getattr(own, "valid", None),
         seconds=given.seconds,
     )
     versions = [f"{name} {metadata.version(name)}" for name in ("jax", *own.PACKAGES)]

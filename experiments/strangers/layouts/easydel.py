@@ -14,9 +14,10 @@ from experiments.strangers.layouts import llama
 from experiments.strangers.layouts.llama import Layout, problem
 from experiments.strangers.layouts.nnx_parameters import named, replaced
 
-__all__ = ["AXES", "MODEL", "PACKAGES", "claim", "problem", "trainer"]
+__all__ = ["AXES", "DEVICES", "MODEL", "PACKAGES", "claim", "problem", "trainer"]
 
 PACKAGES = ("easydel", "flax", "optax")
+DEVICES = 8
 
 AXES = {
     "dp": (1, 2),

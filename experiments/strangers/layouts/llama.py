@@ -56,10 +56,12 @@ def problem(layout: Layout) -> tuple[Any, ...]:
     return params, batch, mask[:, 1:].sum(1).astype(jnp.float32)
 
 
-def logits(params: Any, tokens: jax.Array, turns: np.ndarray) -> jax.Array:
+def logits(
+    params: Any, tokens: jax.Array, turns: np.ndarray, scale: float
+) -> jax.Array:
     """Scores of the next tokens, `(sequences, LENGTH, VOCABULARY)`."""
     x = params["embed"][tokens]
-    x = x + attention(params, norm(x, params["before"]), turns) @ params["o"]
+    x = x + attention(params, norm(x, params["before"]), turns, scale) @ params["o"]
     h = norm(x, params["after"])
     h = jax.nn.silu(h @ params["gate"]) * (h @ params["up"])
     x = norm(x + h @ params["down"], params["last"])
@@ -71,12 +73,12 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
 
 
-def attention(params: Any, x: jax.Array, turns: np.ndarray) -> jax.Array:
+def attention(params: Any, x: jax.Array, turns: np.ndarray, scale: float) -> jax.Array:
     """Causal attention, before its output projection."""
     heads = (*x.shape[:-1], HEADS, SIZE)
     q, k, v = ((x @ params[name]).reshape(heads) for name in ("q", "k", "v"))
     q, k = rotated(q, turns), rotated(k, turns)
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / SIZE**0.5
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
     seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
     return jnp.einsum("bnts,bsnh->btnh", shares, v).reshape(x.shape)
@@ -105,6 +107,7 @@ def losses(
     turns: np.ndarray,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
+    scale: float = SIZE**-0.5,
 ) -> jax.Array:
     """The mean loss over each sequence's counted tokens, `(sequences,)`.
 
@@ -114,8 +117,9 @@ def losses(
       turns: Of the rotary positions, from `rotations`.
       smoothing: The share of the target that the other tokens have.
       z_loss: Factor of the squared log of the scores' normalizer.
+      scale: Factor of the products of queries and keys.
     """
-    scores = logits(params, batch["tokens"], turns)[:, :-1]
+    scores = logits(params, batch["tokens"], turns, scale)[:, :-1]
     total = jax.nn.logsumexp(scores, -1)
     hit = jnp.take_along_axis(scores, batch["tokens"][:, 1:, None], -1)[..., 0]
     others = (scores.sum(-1) - hit) / (VOCABULARY - 1)

@@ -17,9 +17,10 @@ from experiments.strangers.layouts import llama
 from experiments.strangers.layouts.llama import HEADS, SIZE, Layout, problem
 from experiments.strangers.layouts.nnx_parameters import named, replaced
 
-__all__ = ["AXES", "MODEL", "PACKAGES", "claim", "problem", "trainer"]
+__all__ = ["AXES", "DEVICES", "MODEL", "PACKAGES", "claim", "problem", "trainer"]
 
 PACKAGES = ("google-tunix", "flax", "optax")
+DEVICES = 8
 THETA = 1_000_000
 
 AXES = {

@@ -67,11 +67,7 @@ def covering_array(
     return [grid.layout(grid.rows[place]) for place in chosen]
 
 
-def covering_rows(
-    rows: np.ndarray,
-    strength: int,
-    seed: int,
-) -> list[int]:
+def covering_rows(rows: np.ndarray, strength: int, seed: int) -> list[int]:
     """Few rows in which all combinations occur.
 
     Args:
@@ -122,8 +118,8 @@ def isolating_rows(
     others = missing[numbers[allowed]].sum(axis=1)
     chosen: list[int] = []
     for one in np.flatnonzero(missing):
-        having = np.flatnonzero((numbers[allowed] == one).any(axis=1))
-        chosen.append(int(allowed[having[np.argmin(others[having])]]))
+        having = (numbers[allowed] == one).any(axis=1)
+        chosen.append(int(allowed[np.argmin(np.where(having, others, np.inf))]))
     return list(dict.fromkeys(chosen))
 
 
@@ -169,10 +165,8 @@ def _combinations(rows: np.ndarray, strength: int) -> tuple[np.ndarray, int]:
     """The numbers of the combinations in each row, and how many numbers there are."""
     sizes = rows.max(axis=0, initial=0) + 1
     columns, count = [], 0
-    for subset in combinations(range(rows.shape[1]), strength):
-        number = np.zeros(len(rows), np.int32)
-        for axis in subset:
-            number = number * sizes[axis] + rows[:, axis]
+    for subset in map(list, combinations(range(rows.shape[1]), strength)):
+        number = np.ravel_multi_index(tuple(rows[:, subset].T), tuple(sizes[subset]))
         columns.append((count + number).astype(np.int32))
-        count += int(np.prod(sizes[list(subset)]))
+        count += int(np.prod(sizes[subset]))
     return np.stack(columns, axis=1), count

@@ -9,19 +9,21 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import jdist
 from jdist import _compilation_cache
-from jdist._errors import requirement
+from jdist._errors import value_error
 from jdist.verify.fuzzing.layout_judge import FaultyProblem, LayoutJudge
-from jdist.verify.fuzzing.verdict import Outcome
+from jdist.verify.fuzzing.verdict import Verdict
 from jdist.verify.processes import TIMEOUT
+from jdist.verify.tracing import Trace
 
 SETTINGS = (
     "jax_num_cpu_devices", "jax_platforms", "jax_enable_x64",
@@ -40,26 +42,12 @@ _FRAME = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _FATAL = re.compile(r"^F\d{4} .*?\] (.*)$", re.MULTILINE)
 
 
-class Ended(NamedTuple):
-    """The end of a process in the place of an answer.
-
-    Attributes:
-      outcome: "ended" or "hung".
-      why: The reason, in words.
-      details: What the process wrote last.
-    """
-
-    outcome: Outcome
-    why: str
-    details: str
-
-
 class JudgingProcess:
     """A `LayoutJudge` in a process of its own, which is started again after an end.
 
     Args:
-      functions: The problem, the claim and the trainer, which another process imports.
-      options: The other arguments of a `LayoutJudge`.
+      judge: The judge, whose functions another process imports.
+      axes: The values of each axis, which go to the process too.
       deadline: Seconds for each answer.
 
     Raises:
@@ -67,105 +55,97 @@ class JudgingProcess:
     """
 
     def __init__(
-        self,
-        functions: Mapping[str, Callable[..., Any]],
-        options: Mapping[str, Any],
-        deadline: float,
+        self, judge: LayoutJudge, axes: Mapping[str, Any], deadline: float
     ) -> None:
-        for name, fn in functions.items():
-            check_sent(name, fn)
-        self._work = pickle.dumps((functions, options))
-        self._deadline = deadline
+        sent = {name: getattr(judge, name) for name in ("problem", "claim", "trainer")}
+        for name, value in {**sent, "axes": dict(axes)}.items():
+            try:
+                pickle.dumps(value)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                rule = "must go to another process: functions by their module and name"
+                remedy = "deadline=None judges in this process."
+                raise value_error(f"fuzz({name}=...)", rule, value, remedy) from error
+        self._work, self._deadline = pickle.dumps(judge), deadline
         self._process: Any = None
         self._connection: Any = None
-        self._errors = Path()
+        self._errors: Any = None
 
-    def ask(self, question: str, layout: dict[str, Any]) -> Any:
-        """Calls a method of the `LayoutJudge` with a layout.
-
-        Returns:
-          What it returns, or an `Ended`.
+    def judge(self, layout: dict[str, Any]) -> Verdict:
+        """As that of `LayoutJudge`; the end of its process is a verdict too.
 
         Raises:
           FaultyProblem: The problem or the claim cannot be judged.
           ValueError: The process cannot import the functions.
         """
+        return self._asked("judge", layout)
+
+    def trace(self, layout: dict[str, Any]) -> tuple[Trace | None, str]:
+        """As that of `LayoutJudge`."""
+        told = self._asked("trace", layout)
+        return (None, told.why) if isinstance(told, Verdict) else told
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._connection.close()
+            self._errors.close()
+            self._process = None
+
+    def _asked(self, question: str, layout: dict[str, Any]) -> Any:
         if self._process is None:
-            self._start()
+            self._start(layout)
         self._connection.send((question, layout))
-        answer = self._answer(self._deadline)
+        answer = self._answer(layout, self._deadline)
         if isinstance(answer, FaultyProblem):
             raise answer
         return answer
 
-    def close(self) -> None:
-        """Ends the process."""
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.join()
-        self._process.close()
-        self._connection.close()
-        self._errors.unlink(missing_ok=True)
-        self._process = None
-
-    def _start(self) -> None:
+    def _start(self, layout: dict[str, Any]) -> None:
         # Not fork, which would copy locks that JAX's threads hold.
         start = multiprocessing.get_context("spawn")
         self._connection, theirs = start.Pipe()
-        file, path = tempfile.mkstemp(prefix="jdist-fuzz-", suffix=".txt")
-        os.close(file)
-        self._errors = Path(path)
+        self._errors = tempfile.NamedTemporaryFile(  # noqa: SIM115 - until `close`
+            "r", prefix="jdist-fuzz-", errors="replace"
+        )
         settings = {name: getattr(jax.config, name) for name in SETTINGS}
-        given = theirs, self._work, settings, path, self._deadline
+        given = theirs, self._work, settings, self._errors.name, self._deadline
         self._process = start.Process(target=_serve, args=given)
         self._process.start()
         theirs.close()
-        ready = self._answer(max(self._deadline, TIMEOUT))
+        ready = self._answer(layout, max(self._deadline, TIMEOUT))
         if ready is not True:
+            self.close()
+            argument = "fuzz(problem=..., claim=..., trainer=...)"
             rule = "must be functions that a new process can import"
-            got = ready.details if isinstance(ready, Ended) else ready
+            got = ready.details if isinstance(ready, Verdict) else ready
             remedy = (
                 "Define them in a module; a script calls `fuzz` under "
                 "`if __name__ == '__main__':`. deadline=None judges in this process."
             )
-            self.close()
-            argument = "fuzz(problem=..., claim=..., trainer=...)"
-            raise ValueError(requirement(argument, rule, got.strip(), remedy))
+            raise value_error(argument, rule, got.strip(), remedy)
 
-    def _answer(self, seconds: float) -> Any:
-        """The next message; an `Ended` if there is none in time."""
-        process, connection = self._process, self._connection
-        came = wait([connection, process.sentinel], seconds)
-        try:
-            if connection in came:
-                return connection.recv()
-        except (EOFError, ConnectionError):
-            pass
+    def _answer(self, layout: dict[str, Any], seconds: float) -> Any:
+        """The next message, or the verdict on a layout that there is none in time."""
+        process = self._process
+        came = wait([self._connection, process.sentinel], seconds)
+        with suppress(EOFError, ConnectionError):
+            if self._connection in came:
+                return self._connection.recv()
         # It has ended, or is ended now.
-        hung = not came
-        if hung:
+        if not came:
             process.kill()
         process.join()
-        details = self._errors.read_text(errors="replace")[-KEPT:]
-        words = f"no answer within {seconds:g} s" if hung else _end(process.exitcode)
-        fatal = None if hung else _FATAL.search(details)
+        details = self._errors.read()[-KEPT:]
+        words = _end(process.exitcode) if came else f"no answer within {seconds:g} s"
+        fatal = _FATAL.search(details) if came else None
         words += f": {fatal[1]}" if fatal else ""
         place = _own_frame(details)
         words += f", in {place}" if place else ""
         self.close()
-        return Ended("hung" if hung else "ended", words, details)
-
-
-def check_sent(name: str, value: object) -> None:
-    """Raises a ValueError unless an argument of `fuzz` can go to another process."""
-    try:
-        pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        rule = "must go to another process: functions by their module and name"
-        remedy = "deadline=None judges in this process."
-        argument = f"fuzz({name}=...)"
-        raise ValueError(requirement(argument, rule, value, remedy)) from error
+        return Verdict(layout, "ended" if came else "hung", words, details=details)
 
 
 def _end(status: int) -> str:
@@ -191,9 +171,8 @@ def _serve(
 ) -> None:
     """The process: answers questions until its connection is closed."""
     # XLA writes why it aborts to this file descriptor, and Python its stack.
-    file = os.open(errors, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 2)
-    os.close(file)
+    with open(errors, "ab") as file:
+        os.dup2(file.fileno(), 2)
     faulthandler.enable(2)
     try:
         for name, value in settings.items():
@@ -201,24 +180,20 @@ def _serve(
                 jax.config.update(name, value)
         # What comes after this process, once it has ended, compiles nothing again.
         _compilation_cache.switch_on()
-        functions, options = pickle.loads(work)
+        judge = pickle.loads(work)
     except Exception as error:  # noqa: BLE001 - told by the process that asked
         connection.send("".join(traceback.format_exception_only(error)))
         return
-    judge = LayoutJudge(**functions, **options)
     connection.send(True)
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             question, layout = connection.recv()
-        except EOFError:
-            return
-        # Shows where it hangs, before it is ended.
-        faulthandler.dump_traceback_later(0.9 * deadline, file=2)
-        try:
-            answer = getattr(judge, question)(layout)
-        except FaultyProblem as error:
-            cause = "".join(traceback.format_exception(error.__cause__))
-            error.add_note(cause)
-            answer = error
-        faulthandler.cancel_dump_traceback_later()
-        connection.send(answer)
+            # Shows where it hangs, before it is ended.
+            faulthandler.dump_traceback_later(0.9 * deadline, file=2)
+            try:
+                answer = getattr(judge, question)(layout)
+            except FaultyProblem as error:
+                error.add_note("".join(traceback.format_exception(error.__cause__)))
+                answer = error
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(answer)

@@ -1,7 +1,7 @@
 """All allowed layouts: a grid of the axes' values, less what `valid` excludes."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -11,9 +11,9 @@ import numpy as np
 from jdist._errors import (
     check_function,
     check_number,
+    check_sequence,
     check_type,
-    quoted,
-    requirement,
+    value_error,
 )
 
 Layout = Mapping[str, Any]
@@ -29,10 +29,12 @@ class LayoutGrid:
 
     Attributes:
       axes: The values of each axis.
+      valid: Whether a layout of these values is allowed.
       rows: The position of each axis's value, `(layouts, axes)`, in lexical order.
     """
 
     axes: Mapping[str, Sequence[Any]]
+    valid: Callable[[Layout], bool]
     rows: np.ndarray
 
     def layout(self, row: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -61,45 +63,31 @@ def layout_grid(
     """
     argument = f"{call}(axes=...)"
     check_type(argument, axes, Mapping, "must be a mapping from names to values")
-    if not axes:
-        raise ValueError(requirement(argument, "must have at least one axis", "none"))
+    rule = "must be a sequence of different values that can be hashed, at least one"
     for name, values in axes.items():
-        _check_axis(f"{call}(axes={{{name!r}: ...}})", name, values)
-    rule = f"must be from 1 to {len(axes)}, the number of axes"
-    strength_argument = f"{call}(strength=...)"
-    holds = range(1, len(axes) + 1).__contains__
-    check_number(strength_argument, strength, rule, holds, whole=True)
+        own = f"{call}(axes={{{name!r}: ...}})"
+        check_type(own, name, str, "must be named by a string")
+        check_sequence(own, values, Hashable, rule)
+        # In Python True is equal to 1.
+        if not 0 < len(values) == len(set(values)):
+            raise value_error(own, rule, values)
     count = prod(map(len, axes.values()))
-    if count > LARGEST:
-        rule = f"must have at most {LARGEST} combinations of values"
-        remedy = "Leave values out, or fix an axis."
-        raise ValueError(requirement(argument, rule, count, remedy))
+    if not axes or count > LARGEST:
+        rule = f"must have at least one axis, and at most {LARGEST} combinations"
+        got = f"{len(axes)} axes with {count}"
+        raise value_error(argument, rule, got, "Leave values out, or fix an axis.")
+    rule = f"must be from 1 to {len(axes)}, the number of axes"
+    holds = range(1, len(axes) + 1).__contains__
+    check_number(f"{call}(strength=...)", strength, rule, holds, whole=True)
     if valid is not None:
         check_function(f"{call}(valid=...)", valid, "must be a function of a layout")
-    grid = LayoutGrid(axes, np.empty((0, len(axes)), int))
-    places = product(*(range(len(values)) for values in axes.values()))
-    rows = [row for row in places if valid is None or valid(grid.layout(row))]
-    if not rows:
+    places = np.array(list(product(*(range(len(own)) for own in axes.values()))))
+    every = LayoutGrid(axes, valid or (lambda layout: True), places)
+    allowed = np.array([bool(every.valid(every.layout(row))) for row in places])
+    if not allowed.any():
         rule = "must allow at least one layout"
-        raise ValueError(requirement(f"{call}(valid=...)", rule, f"none of {count}"))
-    return LayoutGrid(axes, np.array(rows))
-
-
-def _check_axis(argument: str, name: object, values: Any) -> None:
-    """Raises unless an axis has a name, and different values in an order."""
-    check_type(argument, name, str, "must be named by a string")
-    sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-    rule = "must be a sequence of values, the simplest first"
-    if not sequence:
-        raise TypeError(requirement(argument, rule, quoted(values)))
-    if not values:
-        raise ValueError(requirement(argument, "must have at least one value", "none"))
-    if not all(isinstance(value, Hashable) for value in values):
-        rule = "must be numbers, strings or other values that can be hashed"
-        raise TypeError(requirement(argument, rule, values))
-    if len(set(values)) < len(values):
-        # In Python True is equal to 1.
-        raise ValueError(requirement(argument, "must be different values", values))
+        raise value_error(f"{call}(valid=...)", rule, f"none of {count}")
+    return replace(every, rows=places[allowed])
 
 
 def named(layout: Layout) -> str:

@@ -2,10 +2,11 @@
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import requirement, type_error
 from jdist._tree import type_name
 from jdist.verify.arguments import check_problem
 from jdist.verify.fuzzing.layout_grid import Layout, named
@@ -22,7 +23,7 @@ STEPS = 2
 """Steps of a trainer with an optimizer: stale parameters show in the second."""
 
 
-class FaultyProblem(Exception):
+class FaultyProblem(ValueError):
     """A problem or its claim cannot be judged, whatever the trainer does."""
 
 
@@ -30,10 +31,11 @@ class _Refused(Exception):
     """The trainer says that it does not support a layout."""
 
 
+@dataclass(frozen=True, eq=False)
 class LayoutJudge:
     """The judge of one trainer; it measures each claim once.
 
-    Args:
+    Attributes:
       problem: `problem(layout) -> params, batch`, or with weights.
       claim: `claim(layout) -> loss_fn`, or with an update and its first state.
       trainer: `trainer(layout) -> candidate`.
@@ -42,22 +44,13 @@ class LayoutJudge:
       finite_differences: Whether a loss is compared with its differences, likewise.
     """
 
-    def __init__(
-        self,
-        problem: Callable[[Layout], Any],
-        claim: Callable[[Layout], Any],
-        trainer: Callable[[Layout], Callable[..., Any]],
-        model: Sequence[str],
-        reduction: str = "mean",
-        finite_differences: bool = True,
-    ) -> None:
-        self._reduction = reduction
-        self._checked = finite_differences
-        self._problem = problem
-        self._claim = claim
-        self._trainer = trainer
-        self._model = model
-        self._judges: dict[tuple[Any, ...], Callable[..., Report]] = {}
+    problem: Callable[[Layout], Any]
+    claim: Callable[[Layout], Any]
+    trainer: Callable[[Layout], Callable[..., Any]]
+    model: Sequence[str]
+    reduction: str = "mean"
+    finite_differences: bool = True
+    _known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
 
     def judge(self, layout: dict[str, Any]) -> Verdict:
         """The verdict on one layout.
@@ -65,88 +58,80 @@ class LayoutJudge:
         Raises:
           FaultyProblem: The problem or the claim cannot be judged.
         """
-        key = tuple(layout[axis] for axis in self._model)
-        if key not in self._judges:
-            self._judges[key] = self._defined(layout, self._reference)
-        judge = self._judges[key]
+        judge, *_ = self._reference(layout)
         try:
-            return of_report(layout, judge(_guarded(self._trainer)(layout)))
+            return of_report(layout, judge(_guarded(self.trainer)(layout)))
         except Exception as error:  # noqa: BLE001 - any is a finding, or a refusal
             text = "".join(traceback.format_exception(error))
             if isinstance(error, _Refused):
                 return Verdict(layout, "refused", str(error), details=text)
             return Verdict(layout, "raised", _first_line(error), details=text)
 
-    def trace(self, layout: dict[str, Any]) -> Trace | str:
-        """The first wrong value of a layout, or why there is none."""
-        terms = self._defined(layout, self._terms)
-        (loss_fn, *update), (params, batch, weights) = terms
-        if update:
-            return "a step was judged: see the report's attributions"
+    def trace(self, layout: dict[str, Any]) -> tuple[Trace | None, str]:
+        """The first wrong value of a layout, or None and the reason."""
+        _, claims, (params, batch, weights) = self._reference(layout)
+        if len(claims) > 1:
+            return None, "a step was judged: see the report's attributions"
+        own: dict[str, Any] = {"weights": weights, "reduction": self.reduction}
         try:
-            candidate = self._trainer(layout)
-            return trace(
-                loss_fn,
-                params,
-                batch,
-                candidate,
-                weights=weights,
-                reduction=self._reduction,
-            )
+            return trace(claims[0], params, batch, self.trainer(layout), **own), ""
         except Exception as error:  # noqa: BLE001 - the finding stands without it
-            return _first_line(error)
+            return None, _first_line(error)
 
-    def _defined(self, layout: Layout, make: Callable[[Layout], Any]) -> Any:
-        """Calls what only depends on the model's axes, and tells its errors apart."""
-        own = {axis: layout[axis] for axis in self._model}
-        try:
-            return make(own)
-        except Exception as error:
-            words = f"{_first_line(error)}, for {named(own) or 'the only claim'}"
-            if isinstance(error, KeyError) and error.args[0] in layout:
-                words += f"; the axis {error.args[0]!r} is not in `model`"
-            raise FaultyProblem(words) from error
+    def _reference(self, layout: Layout) -> tuple[Callable[..., Report], Any, Any]:
+        """A claim's judge, with the claim, and its parameters, batch and weights."""
+        own = {axis: layout[axis] for axis in self.model}
+        key = tuple(own.values())
+        if key not in self._known:
+            try:
+                terms = _terms(self.problem(own), self.claim(own))
+                self._known[key] = self._measured(*terms), *terms
+            except Exception as error:
+                got = f"{_first_line(error)}, for {named(own) or 'the only claim'}"
+                if isinstance(error, KeyError) and error.args[0] in layout:
+                    got += f"; the axis {error.args[0]!r} is not in `model`"
+                argument = "fuzz(problem=..., claim=...)"
+                rule = "must give what can be judged, for all values of the axes in"
+                words = requirement(argument, f"{rule} `model`", got)
+                raise FaultyProblem(words) from error
+        return self._known[key]
 
-    def _terms(self, own: Layout) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
-        """The claim, with its parameters, batch and weights."""
-        given, claimed = self._problem(own), self._claim(own)
-        if not isinstance(given, tuple) or len(given) not in (2, 3):
-            rule = "must return (params, batch) or (params, batch, weights)"
-            raise TypeError(requirement("problem", rule, type_name(given)))
-        claims = claimed if isinstance(claimed, tuple) else (claimed,)
-        if len(claims) not in (1, 2, 3):
-            rule = "must return loss_fn, (loss_fn, update) or (loss_fn, update, init)"
-            raise TypeError(requirement("claim", rule, f"{len(claims)} results"))
-        params, batch, *weights = given
-        return claims, (params, batch, weights[0] if weights else None)
-
-    def _reference(self, own: Layout) -> Callable[[Callable[..., Any]], Report]:
+    def _measured(
+        self, claims: tuple[Any, ...], given: tuple[Any, Any, Any]
+    ) -> Callable[..., Report]:
         """The judge of one claim."""
-        (loss_fn, *update), given = self._terms(own)
+        loss_fn, *update = claims
         params, batch, weights = given
         if update:
             step, *init = update
             state = params, init[0](params) if init else ()
             each = None if weights is None else [weights] * STEPS
-            judge = step_judge(
-                loss_fn,
-                step,
-                state,
-                [batch] * STEPS,
-                weights=each,
-                reduction=self._reduction,
-            )
+            options: dict[str, Any] = {"weights": each, "reduction": self.reduction}
+            judge = step_judge(loss_fn, step, state, [batch] * STEPS, **options)
             return lambda candidate: judge({TRAINER: _guarded(candidate)})
         with joined(TIMEOUT), on_one_device(given):
-            check_problem("fuzz", loss_fn, params, batch, weights, self._reduction)
-            loss = ReducedLoss(loss_fn, self._reduction, None)
-            reference = Reference("fuzz", loss, *given, self._checked)
+            check_problem("fuzz", loss_fn, params, batch, weights, self.reduction)
+            loss = ReducedLoss(loss_fn, self.reduction, None)
+            reference = Reference("fuzz", loss, *given, self.finite_differences)
 
         def judged(candidate: Callable[..., Any]) -> Report:
             with joined(TIMEOUT) as peers, on_one_device(given):
                 return reference.judge({TRAINER: _guarded(candidate)}, peers)
 
         return judged
+
+
+def _terms(given: Any, claimed: Any) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
+    """The claim's functions; parameters, batch and weights."""
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        rule = "must return (params, batch) or (params, batch, weights)"
+        raise type_error("problem", rule, type_name(given))
+    claims = claimed if isinstance(claimed, tuple) else (claimed,)
+    if len(claims) not in (1, 2, 3):
+        rule = "must return loss_fn, (loss_fn, update) or (loss_fn, update, init)"
+        raise type_error("claim", rule, f"{len(claims)} results")
+    params, batch, *weights = given
+    return claims, (params, batch, weights[0] if weights else None)
 
 
 def _guarded(fn: Callable[..., Any]) -> Callable[..., Any]:

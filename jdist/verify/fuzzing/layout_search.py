@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,13 @@ from jdist._errors import (
     check_function,
     check_positive_seconds,
     listed,
-    requirement,
+    value_error,
 )
 from jdist.verify.arguments import check_options
 from jdist.verify.fuzzing.coverage import covering_rows, isolating_rows, uncovered
-from jdist.verify.fuzzing.judging_process import Ended, JudgingProcess, check_sent
+from jdist.verify.fuzzing.judging_process import JudgingProcess
 from jdist.verify.fuzzing.layout_grid import Layout, LayoutGrid, layout_grid, named
-from jdist.verify.fuzzing.layout_judge import FaultyProblem, LayoutJudge
+from jdist.verify.fuzzing.layout_judge import LayoutJudge
 from jdist.verify.fuzzing.report import FuzzReport, WrongLayout
 from jdist.verify.fuzzing.shrinking import shrink
 from jdist.verify.fuzzing.verdict import Verdict
@@ -125,12 +125,8 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
       Testing, IEEE Transactions on Software Engineering 30(6), 2004: most faults show
       in the values of one or two parameters.
     """
-    functions: dict[str, Any] = {
-        "problem": problem,
-        "claim": claim,
-        "trainer": trainer,
-    }
-    for name, fn in functions.items():
+    given = {"problem": problem, "claim": claim, "trainer": trainer}
+    for name, fn in given.items():
         check_function(f"fuzz({name}=...)", fn)
     check_options("fuzz", reduction, None)
     check_at_least("fuzz(seed=...)", seed, 0)
@@ -138,54 +134,25 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
         if limit is not None:
             check_positive_seconds(f"fuzz({name}=...)", limit)
     grid = layout_grid("fuzz", axes, valid, strength)
-    own = _axes_in("fuzz(model=...)", model, axes)
-    options: dict[str, Any] = {
-        "model": own,
-        "reduction": reduction,
-        "finite_differences": finite_differences,
-    }
+    own = listed("fuzz(model=...)", model, str, "must be names of axes")
+    if unknown := [name for name in own if name not in axes]:
+        rule = f"must name axes, which are {', '.join(axes)}"
+        raise value_error("fuzz(model=...)", rule, ", ".join(unknown))
     until = None if seconds is None else time.monotonic() + seconds
-    with ExitStack() as at_end:
-        if deadline is None:
-            ask = _asked_here(LayoutJudge(**functions, **options))
-        else:
-            check_sent("axes", dict(axes))
-            process = JudgingProcess(functions, options, deadline)
-            at_end.callback(process.close)
-            ask = process.ask
-        search = LayoutSearch(grid, own, strength, seed, ask)
+    here = LayoutJudge(problem, claim, trainer, own, reduction, finite_differences)
+    with (
+        nullcontext(here)
+        if deadline is None
+        else closing(JudgingProcess(here, axes, deadline))
+    ) as judge:
+        search = LayoutSearch(grid, own, strength, seed, judge)
         try:
             search.run(until, shown=deadline is not None)
         except KeyboardInterrupt:
             console = Console(stderr=True)
             console.print(search.report())
             raise
-        except FaultyProblem as error:
-            raise _of_problem(error) from error
     return search.report()
-
-
-def _axes_in(argument: str, names: Sequence[str], axes: Mapping[str, Any]) -> list[str]:
-    """Names that an argument lists, if all are axes."""
-    found = listed(argument, names, str, "must be names of axes")
-    if unknown := [name for name in found if name not in axes]:
-        rule = f"must name axes, which are {', '.join(axes)}"
-        raise ValueError(requirement(argument, rule, ", ".join(unknown)))
-    return found
-
-
-def _of_problem(error: FaultyProblem) -> ValueError:
-    """The error of `fuzz` for what it cannot judge."""
-    rule = "must give what can be judged, for all values of the axes in `model`"
-    argument = "fuzz(problem=..., claim=...)"
-    found = ValueError(requirement(argument, rule, str(error)))
-    for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
-
-
-def _asked_here(judge: LayoutJudge) -> Callable[[str, dict[str, Any]], Any]:
-    return lambda question, layout: getattr(judge, question)(layout)
 
 
 class LayoutSearch:
@@ -197,128 +164,90 @@ class LayoutSearch:
         model: Sequence[str],
         strength: int,
         seed: int,
-        ask: Callable[[str, dict[str, Any]], Any],
+        judge: LayoutJudge | JudgingProcess,
     ) -> None:
         self._grid, self._strength, self._seed = grid, strength, seed
-        self._ask = ask
+        self._judge = judge
         # Those of the layout are shrunk before those of the model.
         order = sorted(grid.axes, key=lambda axis: axis in model)
         self._axes = {axis: grid.axes[axis] for axis in order}
         self._first = {axis: values[0] for axis, values in grid.axes.items()}
-        self._allowed = {tuple(row) for row in grid.rows.tolist()}
-        self._known: dict[tuple[int, ...], Verdict] = {}
-        self._tried: list[int] = []
+        self._known: dict[tuple[Any, ...], Verdict] = {}
+        self._tried: dict[int, Verdict] = {}
         self._findings: list[WrongLayout] = []
         self._tell: Callable[..., None] = lambda **_: None
 
     def run(self, until: float | None, shown: bool) -> None:
         """Judges the covering array, then random layouts until then."""
-        rows = covering_rows(self._grid.rows, self._strength, self._seed)
+        rows = self._grid.rows
+        chosen = covering_rows(rows, self._strength, self._seed)
         for _ in range(1 + AGAIN):
-            with progress("judging layouts", len(rows) * shown) as self._tell:
-                for row in rows:
-                    self._try(row)
-                    self._tell()
-            rows = self._refused_alone()
-        if until is None:
-            return
-        order = np.random.default_rng(self._seed).permutation(len(self._grid.rows))
-        with progress("judging random layouts", len(order) * shown) as self._tell:
-            for row in map(int, order):
-                if time.monotonic() >= until:
-                    return
-                if row not in self._tried:
-                    self._try(row)
-                self._tell()
+            self._try(chosen, None, shown)
+            # Combinations that were in refused layouts only.
+            refused = [row for row in self._tried if row not in self._judged()]
+            usable = ~np.isin(np.arange(len(rows)), refused)
+            chosen = isolating_rows(rows, self._strength, usable, self._judged())
+        if until is not None:
+            order = np.random.default_rng(self._seed).permutation(len(rows))
+            self._try(order.tolist(), until, shown)
 
     def report(self) -> FuzzReport:
         """The report of what has been judged so far."""
         missing = uncovered(self._grid, self._strength, self._judged())
-        verdicts = tuple(map(self._verdict, self._tried))
-        found = tuple(self._findings)
+        verdicts = tuple(self._tried.values())
+        found = tuple(sorted(self._findings, key=lambda each: len(each.axes)))
         return FuzzReport(self._grid.axes, verdicts, found, tuple(missing))
-
-    def _refused_alone(self) -> list[int]:
-        """Layouts for the combinations that were in refused ones only."""
-        usable = np.ones(len(self._grid.rows), bool)
-        usable[[row for row in self._tried if self._refused(row)]] = False
-        rows = self._grid.rows
-        return isolating_rows(rows, self._strength, usable, self._judged())
 
     def _judged(self) -> list[int]:
         """The layouts that were tried and not refused."""
-        return [row for row in self._tried if not self._refused(row)]
+        return [row for row, v in self._tried.items() if v.outcome != "refused"]
 
-    def _refused(self, row: int) -> bool:
-        return self._verdict(row).outcome == "refused"
+    def _try(self, rows: Sequence[int], until: float | None, shown: bool) -> None:
+        """Judges layouts, and shrinks each that fails as none before."""
+        with progress("judging layouts", len(rows) * shown) as self._tell:
+            for row in rows:
+                if until is not None and time.monotonic() >= until:
+                    return
+                if row not in self._tried:
+                    verdict = self._verdict(self._grid.layout(self._grid.rows[row]))
+                    self._tried[row] = verdict
+                    if verdict.fails and not self._explained(verdict):
+                        self._findings.append(self._shrunk(verdict))
+                self._tell()
 
-    def _verdict(self, row: int) -> Verdict:
-        return self._known[tuple(self._grid.rows[row].tolist())]
-
-    def _try(self, row: int) -> None:
-        """Judges a layout, and shrinks it if it fails as none before."""
-        verdict = self._judge(self._grid.layout(self._grid.rows[row]))
-        self._tried.append(row)
-        if verdict.fails and not any(map(self._explains(verdict), self._findings)):
-            self._findings.append(self._shrunk(verdict))
-
-    def _judge(self, layout: Layout) -> Verdict:
+    def _verdict(self, layout: dict[str, Any]) -> Verdict:
         """The verdict on a layout, which is judged once."""
-        key = self._places(layout)
+        key = tuple(layout.values())
         if key not in self._known:
-            own = {axis: layout[axis] for axis in self._grid.axes}
-            self._tell(f"judging {named(own)}", runs=0)
-            found = self._ask("judge", own)
-            if isinstance(found, Ended):
-                found = Verdict(own, found.outcome, found.why, None, found.details)
-            self._known[key] = found
+            self._tell(f"judging {named(layout)}", runs=0)
+            self._known[key] = self._judge.judge(layout)
         return self._known[key]
 
-    def _places(self, layout: Layout) -> tuple[int, ...]:
-        return tuple(
-            list(values).index(layout[axis]) for axis, values in self._grid.axes.items()
-        )
-
-    def _explains(self, verdict: Verdict) -> Callable[[WrongLayout], bool]:
+    def _explained(self, verdict: Verdict) -> bool:
         """Whether a finding is in this layout too."""
-
-        def explains(found: WrongLayout) -> bool:
-            moved = all(
-                verdict.layout[axis] != self._first[axis] for axis in found.axes
-            )
-            return moved and found.verdict.reason.same(verdict.reason)
-
-        return explains
-
-    def _allows(self, layout: Layout) -> bool:
-        return self._places(layout) in self._allowed
+        return any(
+            all(verdict.layout[axis] != self._first[axis] for axis in found.axes)
+            and found.verdict.reason.same(verdict.reason)
+            for found in self._findings
+        )
 
     def _shrunk(self, verdict: Verdict) -> WrongLayout:
         """The smallest layout that fails as this one does."""
         before = len(self._known)
 
-        def fails(layout: Layout) -> bool:
-            found = self._judge(layout)
+        def fails(layout: dict[str, Any]) -> bool:
+            found = self._verdict(layout)
             return found.fails and found.reason.same(verdict.reason)
 
-        least = shrink(verdict.layout, self._axes, self._allows, fails)
+        def right(layout: dict[str, Any]) -> bool:
+            known = self._known.get(tuple(layout.values()))
+            return known is not None and known.outcome == "right"
+
+        least = shrink(verdict.layout, self._axes, self._grid.valid, fails)
         judged = len(self._known) - before
         axes = {a: v for a, v in least.items() if v != self._first[a]}
-        own = {axis: least[axis] for axis in self._grid.axes}
-        smallest = self._judge(own)
-        trace: Any = "nothing came back"
-        if smallest.outcome == "wrong":
-            trace = self._ask("trace", own)
-        if isinstance(trace, Ended):
-            trace = trace.why
-        told = (None, trace) if isinstance(trace, str) else (trace, "")
-        kept = tuple(self._not_needed(least, axes))
-        return WrongLayout(smallest, axes, kept, verdict.layout, judged, *told)
-
-    def _not_needed(self, least: Layout, axes: Mapping[str, Any]) -> Iterator[str]:
-        """The axes without which the smallest layout was not found right."""
-        for axis in axes:
-            without = {**least, axis: self._first[axis]}
-            known = self._known.get(self._places(without))
-            if known is None or known.outcome != "right":
-                yield axis
+        kept = (a for a in axes if not right({**least, a: self._first[a]}))
+        smallest = self._verdict(least)
+        wrong = smallest.outcome == "wrong"
+        told = self._judge.trace(least) if wrong else (None, "nothing came back")
+        return WrongLayout(smallest, axes, tuple(kept), verdict.layout, judged, *told)

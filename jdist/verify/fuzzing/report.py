@@ -66,7 +66,8 @@ class FuzzReport:
     Attributes:
       axes: The values of each axis.
       verdicts: The verdicts on the layouts, in order, without those of shrinking.
-      findings: The smallest layout of each failure, with `axes`, `verdict` and `trace`.
+      findings: The smallest layout of each failure, with `axes`, `verdict` and `trace`;
+        those with the fewest axes first.
       uncovered: The combinations of values that are in no layout that was judged: the
         trainer refuses them, or the search was cut short.
     """
@@ -93,28 +94,22 @@ class FuzzReport:
         error that the trainer did not intend, such as one of JAX about shapes, is among
         them where it is a ValueError.
         """
-        kinds: dict[Reason, tuple[Verdict, ...]] = {}
+        kinds: dict[Reason, list[Verdict]] = {}
         for each in self.verdicts:
             if each.outcome == "refused":
-                kinds[each.reason] = (*kinds.get(each.reason, ()), each)
-        return {
-            alike[0].why: tuple(each.layout for each in alike)
-            for alike in kinds.values()
-        }
-
-    @property
-    def _smallest(self) -> WrongLayout | None:
-        return min(self.findings, key=lambda each: len(each.axes), default=None)
+                kinds.setdefault(each.reason, []).append(each)
+        groups = kinds.values()
+        return {own[0].why: tuple(each.layout for each in own) for own in groups}
 
     @property
     def smallest(self) -> dict[str, Any] | None:
         """The layout that fails with the fewest axes; None if none fails."""
-        return self._smallest.verdict.layout if self._smallest else None
+        return self.findings[0].verdict.layout if self.findings else None
 
     @property
     def trace(self) -> Trace | None:
         """The first wrong value in it; None if the loss has no taps."""
-        return self._smallest.trace if self._smallest else None
+        return self.findings[0].trace if self.findings else None
 
     def raise_if_failed(self) -> FuzzReport:
         """Returns the report if it is ok.

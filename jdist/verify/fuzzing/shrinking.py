@@ -10,7 +10,7 @@ def shrink(
     layout: Layout,
     axes: Mapping[str, Sequence[Any]],
     valid: Callable[[Layout], bool],
-    fails: Callable[[Layout], bool],
+    fails: Callable[[dict[str, Any]], bool],
 ) -> dict[str, Any]:
     """The layout with each axis as near to its first value as it fails with.
 
@@ -42,15 +42,14 @@ def shrink(
         asked.append(simpler)
         return fails(simpler)
 
-    now = dict(layout)
-    while True:
+    now, before = dict(layout), None
+    while now != before:
         before = now
         for axis in axes:
             now = next(filter(works, _earlier(now, axis, axes)), now)
         if now == before:
             now = next(filter(works, _two_earlier(now, axes, valid)), now)
-        if now == before:
-            return now
+    return now
 
 
 def _two_earlier(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -116,17 +115,14 @@ def of_report(layout: dict[str, Any], report: Report) -> Verdict:
     return Verdict(layout, "not judged", why, report)
 
 
-def _kinds(leaf: LeafReport) -> Iterator[str]:
+def _kinds(leaf: LeafReport) -> list[str]:
     """The kinds of a leaf's words: what it looks like, or what it begins with."""
-    alike = _ALIKE.findall(leaf.problem)
-    for words in alike:
-        # The other leaf that it looks like is not always the same one.
-        yield re.sub(r"reference's .*", "reference's", _without_numbers(words))
-    if not alike:
-        words = _without_numbers(leaf.problem)
-        known = ("not finite", "replicas differ", "wrong ", "values that are not")
-        found = next((each for each in known if each in words), OFF)
-        yield words if found == "wrong " else found
+    words = _without_numbers(leaf.problem)
+    # The other leaf that it looks like is not always the same one.
+    alike = _ALIKE.findall(re.sub(r"reference's [^;]*", "reference's", words))
+    known = ("not finite", "replicas differ", "wrong ", "values that are not")
+    found = next((each for each in known if each in words), OFF)
+    return alike or [words if found == "wrong " else found]
 
 
 def _without_numbers(words: str) -> str:

@@ -3,15 +3,16 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 from jdist import verify
 from jdist.verify.fuzzing.judging_process import JudgingProcess, _own_frame
+from jdist.verify.fuzzing.layout_judge import LayoutJudge
 from tests.verify.fuzzing import ending_trainer as own
 
-FUNCTIONS = {"problem": own.problem, "claim": own.claim}
 DEADLINE = 20.0
 
 
@@ -58,12 +59,11 @@ def test_the_process_has_this_ones_devices_and_settings():
 
 
 def test_a_process_ends_with_the_search():
-    process = JudgingProcess(
-        {**FUNCTIONS, "trainer": own.trainer}, {"model": ()}, DEADLINE
-    )
-    layout = {"way": "right", "tp": 1}
-    assert process.ask("judge", layout).outcome == "right"
-    number, errors = process._process.pid, process._errors
+    judge = LayoutJudge(own.problem, own.claim, own.trainer, ())
+    process = JudgingProcess(judge, own.AXES, DEADLINE)
+    assert process.judge({"way": "right", "tp": 1}).outcome == "right"
+    number, errors = process._process.pid, Path(process._errors.name)
+    assert errors.exists()
     process.close()
     process.close()
     with pytest.raises(ProcessLookupError, match="No such process"):
