@@ -4,8 +4,9 @@ schedule, and what of each chip's memory?
 The layers of examples/language_model.py, at the published sizes, are compiled from
 shapes for the mesh of one stage, divided over data and model axes: embedding, one of
 the equal blocks, and head with the loss. `partition` divides the model by their
-estimated times, `simulate` plays four schedules, and `synthesize` looks for a shorter
-one within a chip's memory. Nothing runs, and all seconds are roofline estimates.
+estimated times, `simulate` plays four schedules, and `synthesize` looks for shorter
+ones within a chip's memory, of one stage on each place and of two. Nothing runs, and
+all seconds are roofline estimates.
 """
 
 import itertools
@@ -32,8 +33,13 @@ from jdist import Unavailable, optim, pipeline, targets
 
 SLICES = ("v5p:4x2x2", "h100:2x8")
 STAGES, DATA, MODEL = 4, 2, 2
-FOUND, SECONDS = "found", 60.0
-"""The schedule of a search, and its time."""
+# Schedules that are found, and the families of the same stages.
+SEARCHED = {
+    "found": ("GPipe", "1F1B", "ZB-H1"),
+    "found, two parts": ("interleaved",),
+}
+SECONDS = 60.0
+"""The time of a search."""
 # Llama Team, The Llama 3 Herd of Models, 2024, table 3; the vocabulary and a tied head
 # as in its published configuration (128256 words, not tied).
 PUBLISHED = example.Sizes(128256, 4096, 32, 32, 8, 14336, 5e5, 0.0, tied=False)
@@ -125,7 +131,7 @@ def run(settings: Settings, progress: Progress) -> Result:
         try:
             found += planned(problem, each, costs[each.name], search=True)
         except Unavailable as error:
-            missing.append(f"{FOUND}: {error}")
+            missing.append(f"{', '.join(SEARCHED)}: {error}")
             found += planned(problem, each, costs[each.name], search=False)
     return Result(
         claims=list(claims(found, missing)),
@@ -329,7 +335,7 @@ def planned(
             for name, c in by_name.items()
         ]
     )
-    found = []
+    found, cuts = [], {}
     for name, schedule in schedules(problem).items():
         rates = bandwidths(hardware, schedule.stages)
         if schedule.stages == STAGES:
@@ -343,23 +349,26 @@ def planned(
         stages = [[by_name[layer] for layer in part] for part in cut]
         own = costs_of_stages(stages, message, rates)
         found.append(simulated(name, schedule, stages, hardware, own))
-    if search:  # the last schedule has a stage on each place
-        within = replace(own, weight_bytes=[kept_bytes(stage) for stage in stages])
+        cuts[name] = stages, own
+    for name, families in SEARCHED.items() if search else ():
+        stages, own = cuts[families[0]]
+        # The stages of a place run in turn, and share what programs need in addition.
+        scratch = max(layer.scratch for stage in stages for layer in stage)
         made = pipeline.synthesize(
-            within,
+            replace(own, weight_bytes=list(map(kept_bytes, stages))),
             workers=STAGES,
             micro_batches=problem.micro_batches,
-            memory=hardware.chip.memory,
+            chunks=len(stages) // STAGES,
+            memory=hardware.chip.memory - scratch,
             seconds=SECONDS,
         )
-        found.append(simulated(FOUND, made.schedule, stages, hardware, own))
+        found.append(simulated(name, made.schedule, stages, hardware, own))
     return found
 
 
 def kept_bytes(stage: Sequence[Cost]) -> float:
-    """Bytes on a chip besides what micro-batches keep."""
-    kept = sum(layer.weights + layer.state + layer.grads for layer in stage)
-    return kept + max(layer.scratch for layer in stage)
+    """Bytes on a chip besides what micro-batches keep and what programs need."""
+    return sum(layer.weights + layer.state + layer.grads for layer in stage)
 
 
 def costs_of_stages(
@@ -451,9 +460,9 @@ def claims(found: Sequence[Planned], missing: Sequence[str]) -> Iterator[Claim]:
     steps = {(each.slice, each.schedule): each.timeline.makespan for each in found}
     longest = max(
         (
-            step / min(steps[name, family] for family in ("GPipe", "1F1B", "ZB-H1"))
+            step / min(steps[name, family] for family in SEARCHED[schedule])
             for (name, schedule), step in steps.items()
-            if schedule == FOUND
+            if schedule in SEARCHED
         ),
         default=None,
     )

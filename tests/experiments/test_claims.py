@@ -111,7 +111,9 @@ def scaled(needed=9.0, step=1.5, kept=2.0, found=None):
         return job.Planned("slice", name, [3, 2], memory, 10, timeline, 1.0)
 
     families = plan("GPipe", 4.0, 1.7), plan("1F1B", kept), plan("ZB-H1", 3.0, 1.6)
-    return job.claims([*families, plan(job.FOUND, 3.0, found or step)], [])
+    interleaved = plan("interleaved", 3.0, 1.1), plan("found, two parts", 3.0, 1.1)
+    found = plan("found", 3.0, found or step)
+    return job.claims([*families, *interleaved, found], [])
 
 
 def scripted(**changes):
