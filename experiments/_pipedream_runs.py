@@ -4,6 +4,7 @@ Every method makes one update per batch and trains with the same batches in the 
 order. GPipe, 1F1B and 2BW divide a batch into micro-batches.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -14,8 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments._asynchronous import compiled, rules
 from experiments._digits import data
-from experiments._unstashed import Unstashed
 from jdist import optim, pipeline
 
 PARTS, BATCH = 4, 32
@@ -114,6 +115,59 @@ def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
 
 
 # --- the methods ---
+
+
+class State(NamedTuple):
+    """Parameters and optimizer states of each stage."""
+
+    params: list[Any]
+    opt_states: list[Any]
+
+
+class Losses(NamedTuple):
+    """The loss of each micro-batch at the weights that it met, `(micro-batches,)`."""
+
+    losses: jax.Array
+
+
+class Unstashed:
+    """PipeDream without weight stashing, as a control, on one device.
+
+    A backward pass uses the newest weights of its stage with activations that older
+    ones produced, which is not the gradient of any function. A pipeline never does so.
+
+    Args:
+      stages: Stages of one input and one output; the batch has the first input.
+      loss_fn: As for `pipeline.Pipeline`.
+      optimizer: The optimizer of every stage.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[pipeline.Stage],
+        loss_fn: Callable[..., jax.Array],
+        optimizer: optim.Optimizer,
+    ) -> None:
+        rule = rules.unstashed(optimizer)
+        self._begin = optimizer.init
+
+        def epoch(length: int) -> Any:
+            versions = pipeline.pipedream(len(stages), length).versions_used()
+            return jax.jit(compiled.Program(stages, loss_fn, rule, versions))
+
+        self._epoch = functools.cache(epoch)
+
+    def init(self, params: Sequence[Any]) -> State:
+        """The state before the first epoch."""
+        return State(list(params), [self._begin(own) for own in params])
+
+    def train_epoch(
+        self, state: State, batches: Sequence[dict[str, Any]]
+    ) -> tuple[State, Losses]:
+        """Trains one pass over the batches; returns the new state and the losses."""
+        data, (params, states) = compiled.stacked(batches), state
+        found = self._epoch(len(batches))(params, data, states=states)
+        return State(found.params, found.states), Losses(found.losses)
 
 
 @dataclass(frozen=True)

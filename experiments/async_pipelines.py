@@ -1,11 +1,12 @@
 """Which published rule costs least where the gradients of a pipeline come late?
 
-A small language model learns the characters of Python's manual in 4 to 32 stages, by
-PipeDream with and without weight stashing, vertical sync, 2BW, weight prediction
-(SpecTrain, XPipe), PipeMare, Nesterov's look-ahead, delay compensation and error
-feedback, under SGD, Adam and Muon. Each method has the same number of learning rates
-and of seeds. An epoch is one compiled program, with the bits of the executor; seconds
-are those of the simulator, for stages of equal length.
+A small language model learns the characters of Python's manual in 4 to 32 stages, and a
+small residual network digits in 4 and 16, by PipeDream with and without weight
+stashing, vertical sync, 2BW, weight prediction (SpecTrain, XPipe, PipeOptim), PipeMare,
+Nesterov's look-ahead, basis rotation, delay compensation and error feedback, under SGD,
+Adam and Muon. Each method has the same number of learning rates and of seeds. An epoch
+is one compiled program, with the bits of the executor; seconds are those of the
+simulator, for stages of equal length whose updates take no time.
 
 The full form writes each result down and goes on from there when it is called again.
 """
@@ -22,19 +23,26 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._asynchronous import compiled, rules, study, task
+from experiments._asynchronous.images import Images
+from experiments._asynchronous.language import Language
 from experiments._asynchronous.study import Found, Study
-from experiments._asynchronous.task import Sizes
+from experiments._asynchronous.task import Task
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import optim, pipeline
 
-FULL = Study(Sizes(), (4, 8, 16, 32), tuple(study.METHODS), seeds=5, rates=6)
-QUICK = Study(
-    Sizes(width=8, halves=2, length=8, batch=4, steps=6, test=4),
-    (1, 2),
-    (study.SYNC, study.STASH),
-    seeds=2,
-    rates=1,
-)
+FULL = {
+    "text": Study(Language(), (4, 8, 16, 32), tuple(study.METHODS), seeds=5, rates=6),
+    "digits": Study(Images(), (4, 16), tuple(study.METHODS), seeds=5, rates=6),
+}
+QUICK = {
+    "text": Study(
+        Language(width=8, halves=2, length=8, batch=4, steps=6, test=4),
+        (1, 2),
+        (study.SYNC, study.STASH),
+        seeds=2,
+        rates=1,
+    )
+}
 SMOOTHED = 25
 """Updates over which a curve of training losses is averaged."""
 
@@ -66,10 +74,16 @@ ORDERS = (
         ("1910.05124", "2505.01099", "2602.03515"),
     ),
     Order(
-        "weight prediction costs less than weight stashing",
+        "weight prediction (XPipe) costs less than weight stashing",
         (study.XPIPE, -1),
         (study.STASH, -1),
         ("1809.02839", "1911.04610", "2312.00839"),
+    ),
+    Order(
+        "weight prediction (PipeOptim) costs less than weight stashing",
+        (study.PIPEOPTIM, -1),
+        (study.STASH, -1),
+        ("2312.00839",),
     ),
     Order(
         "weight stashing costs less than none",
@@ -82,6 +96,12 @@ ORDERS = (
         (study.NESTEROV, -1),
         (study.STASH, -1),
         ("2505.01099",),
+    ),
+    Order(
+        "basis rotation costs less than weight stashing",
+        (study.ROTATION, -1),
+        (study.STASH, -1),
+        ("2602.03515",),
     ),
     Order(
         "one step of delay (2BW) costs less than as many as there are stages",
@@ -101,41 +121,54 @@ ORDERS = (
 def run(settings: Settings, progress: Progress) -> Result:
     """Trains all methods, and holds the compiled form against the executor."""
     chosen = QUICK if settings.quick else FULL
-    given = chosen._replace(seed=settings.seed)
     folder = Path(settings.out) / "async_pipelines-runs"
-    runs, read = {}, 0
-    for name, stages in progress.track(given.cases(), description="training"):
-        runs[name, stages], known = study.resumed(given, folder, name, stages)
-        read += known
     why = "orders are judged in the full form only" if settings.quick else ""
+    parts = []
+    for title, each in chosen.items():
+        given, runs, read = each._replace(seed=settings.seed), {}, 0
+        for name, stages in progress.track(given.cases(), description=title):
+            runs[name, stages], known = study.resumed(given, folder, name, stages)
+            read += known
+        parts.append(part_of(title, given, runs, read, why))
     return Result(
-        claims=[executor_claim(given.sizes), *order_claims(given, runs, why)],
-        pictures=list(pictures(given, runs)),
-        tables={"Methods": rows(given, runs)},
+        claims=[claim for part in parts for claim in part.claims],
+        pictures=[picture for part in parts for picture in part.pictures],
+        tables={name: rows for part in parts for name, rows in part.tables.items()},
+        data={key: found for part in parts for key, found in part.data.items()},
+        notes=[*(note for part in parts for note in part.notes), CONTROL],
+    )
+
+
+CONTROL = (
+    "Without stashing a backward pass sees other weights than its forward pass: what "
+    "it computes again, it computes with those that it sees."
+)
+
+
+def part_of(title: str, given: Study, runs: Runs, read: int, why: str) -> Result:
+    """What came out for one task."""
+    return Result(
+        claims=[
+            executor_claim(title, given.task),
+            *order_claims(title, given, runs, why),
+        ],
+        pictures=list(pictures(title, given, runs)),
+        tables={f"Methods: {title}": rows(given, runs)},
         data={
-            f"{name}, {stages} stages": found.record()
+            f"{title}: {name}, {stages} stages": found.record()
             for (name, stages), found in runs.items()
         },
-        notes=list(notes(given, read)),
+        notes=[f"{title}: {note}" for note in notes(given, read)],
     )
 
 
 def notes(given: Study, read: int) -> Iterator[str]:
     """The sizes, the grids, and what was not computed again."""
-    sizes = given.sizes
-    yield (
-        f"{sizes.halves} halves of blocks, width {sizes.width}; {sizes.steps} updates "
-        f"of {sizes.batch} sequences of {sizes.length} characters of "
-        "pydoc_data.topics; the last tenth of the text is held out."
-    )
+    yield f"{given.task.text}."
     for grid in dict.fromkeys(map(given.grid, given.methods)):
         names = "; ".join(name for name in given.methods if given.grid(name) == grid)
-        yield f"Learning rates {', '.join(f'{rate:g}' for rate in grid)}: {names}."
+        yield f"learning rates {', '.join(f'{rate:g}' for rate in grid)}: {names}."
     yield f"{given.seeds} seeds of weights and batches; the best mean is shown."
-    yield (
-        "Without stashing a backward pass sees other weights than its forward pass: "
-        "what it computes again, it computes with those that it sees."
-    )
     if read:
         yield f"{read} of {len(given.cases())} results were read from an earlier call."
 
@@ -143,28 +176,28 @@ def notes(given: Study, read: int) -> Iterator[str]:
 # --- the executor ---
 
 
-def executor_claim(sizes: Sizes) -> Claim:
+def executor_claim(title: str, given: Task) -> Claim:
     """Whether the compiled form ends an epoch with the bits of a `Pipeline`."""
-    stages, steps = min(4, sizes.halves), 7
-    small = sizes._replace(halves=stages, steps=steps)
-    made, parts = task.staged(small, stages), task.parameters(small, 0)
-    params, data = task.cut(parts, stages), task.training(small, 0)
+    stages, steps = min(4, given.halves), 7
+    made, data = task.staged(given, stages), given.training(0)
+    params = task.cut(given.parameters(0), stages)
     optimizer = optim.adam(lr=0.01)
     pipe = pipeline.Pipeline(
         made,
-        task.losses_of,
+        given.losses,
         pipeline.pipedream(stages, stages),
         optimizer=optimizer,
     )
-    batches = [{name: x[i] for name, x in data.batch.items()} for i in range(steps)]
+    few = jax.tree.map(lambda x: x[:steps], data)
+    batches = [{name: x[i] for name, x in few.batch.items()} for i in range(steps)]
     state, _ = pipe.train_epoch(pipe.init(params), batches)
     versions = pipeline.pipedream(stages, steps).versions_used()
     rule = rules.stashed(optimizer)
-    program = compiled.Program(made, task.losses_of, rule, versions)
-    found = jax.jit(program)(params, data)
+    program = compiled.Program(made, given.losses, rule, versions)
+    found = jax.jit(program)(params, few)
     leaves = jax.tree.leaves(found.params), jax.tree.leaves(list(state.params))
     same = [np.array_equal(a, b) for a, b in zip(*leaves, strict=True)]
-    text = "the compiled form ends an epoch with the bits of the executor"
+    text = f"{title}: the compiled form ends an epoch with the bits of the executor"
     shown = (
         f"{sum(same)} of {len(same)} arrays after {steps} updates in {stages} stages"
     )
@@ -174,11 +207,11 @@ def executor_claim(sizes: Sizes) -> Claim:
 # --- orders ---
 
 
-def order_claims(given: Study, runs: Runs, why: str) -> Iterator[Claim]:
+def order_claims(title: str, given: Study, runs: Runs, why: str) -> Iterator[Claim]:
     """A claim for each order whose methods were trained."""
     for order in ORDERS:
         pair = [_at(given, *place) for place in (order.lower, order.higher)]
-        text = f"{order.text} (arXiv {', '.join(order.sources)})"
+        text = f"{title}: {order.text} (arXiv {', '.join(order.sources)})"
         if not all(key in runs for key in pair):
             yield Claim(text, None, "", why or "its methods were not trained")
             continue
@@ -187,14 +220,14 @@ def order_claims(given: Study, runs: Runs, why: str) -> Iterator[Claim]:
             f"{name} in {stages}: {told(runs[name, stages])}" for name, stages in pair
         )
         yield judged(text, is_lower(low, high), is_lower(high, low), shown, why)
-    yield from muon_claim(runs, why)
+    yield from muon_claim(title, runs, why)
 
 
-def muon_claim(runs: Runs, why: str) -> Iterator[Claim]:
+def muon_claim(title: str, runs: Runs, why: str) -> Iterator[Claim]:
     """Whether one step of delay costs Muon less than Adam."""
     keys = {name: key for key in runs for name in [key[0]]}
     wanted = (study.SYNC, study.TWO, study.MUON, study.MUON_TWO)
-    text = "one step of delay costs Muon less than Adam (arXiv 2606.30634)"
+    text = f"{title}: one step of delay costs Muon less than Adam (arXiv 2606.30634)"
     if not all(name in keys for name in wanted):
         yield Claim(text, None, "", why or "its methods were not trained")
         return
@@ -269,10 +302,10 @@ def _costs(stages: int, parts: int) -> pipeline.Costs:
     return pipeline.Costs(forward=share, backward=2 * share)
 
 
-def memory(name: str, sizes: Sizes, stages: int) -> list[rules.Memory]:
+def memory(name: str, given: Task, stages: int) -> list[rules.Memory]:
     """The memory of each stage."""
-    program = study.program_of(name, sizes, stages)
-    parts = task.cut(task.parameters(sizes, 0), stages)
+    program = study.program_of(name, given, stages)
+    parts = task.cut(given.parameters(0), stages)
     made = [study.METHODS[name].rule(own) for own in parts]
     return [
         rules.memory(rule, place, own)
@@ -286,25 +319,29 @@ def memory(name: str, sizes: Sizes, stages: int) -> list[rules.Memory]:
 def rows(given: Study, runs: Runs) -> list[list[str]]:
     """A row for each method and number of stages.
 
-    Seconds are the simulator's for an update; bytes those of the largest stage.
+    Seconds are the simulator's for an update, and the loss in equal time is that of
+    training when PipeDream's updates have all been made. Bytes are those of weights and
+    state in the largest stage.
     """
     table = [
         ["method", "optimizer", "stages", "rate", "held-out loss", "seconds",
-         "versions", "bytes"],
+         "in equal time", "versions", "bytes"],
     ]  # fmt: skip
     for (name, stages), found in runs.items():
         method = study.METHODS[name]
         shown = stages if method.by_stages else given.stages[-1]
-        held = memory(name, given.sizes, shown)
+        held = memory(name, given.task, shown)
         most = max(own.weights + own.state for own in held)
+        one = seconds(method.versions, shown)
         table.append(
             [
                 name,
                 method.optimizer,
-                str(stages) if method.by_stages else "any",
+                str(stages) if method.by_stages else f"any, as of {shown}",
                 f"{found.rates[found.best]:g}",
                 told(found),
-                f"{seconds(method.versions, shown):.3f}",
+                f"{one:.3f}",
+                f"{in_time(found, one, seconds('stashing', shown)):.3f}",
                 str(max(own.versions for own in held)),
                 f"{most:,}",
             ]
@@ -312,19 +349,26 @@ def rows(given: Study, runs: Runs) -> list[list[str]]:
     return table
 
 
-def pictures(given: Study, runs: Runs) -> Iterator[Picture]:
+def in_time(found: Found, one: float, other: float) -> float:
+    """The training loss after as many updates of `other` seconds as there are."""
+    # Rounded: a ratio of equal times may be just below 1.
+    made = int(len(found.curve) * round(other / one, 6))
+    return float(smoothed(found.curve)[max(1, made) - 1])
+
+
+def pictures(title: str, given: Study, runs: Runs) -> Iterator[Picture]:
     """The loss over the stages, over updates and over simulated time."""
     yield Picture(
-        "stages",
-        "Held-out loss after all updates with the best learning rate of each method; "
-        "bars are standard deviations over seeds. Dashed or dotted: in any number of "
-        "stages.",
+        f"{title}-stages",
+        f"{title.capitalize()}: held-out loss after all updates with the best learning "
+        "rate of each method; bars are standard deviations over seeds. Dashed or "
+        "dotted: in any number of stages.",
         plot_stages(given, runs),
     )
     yield Picture(
-        "curves",
-        f"Training loss in {given.stages[-1]} stages, mean of the seeds, over updates "
-        "and over the simulator's time.",
+        f"{title}-curves",
+        f"{title.capitalize()}: training loss in {given.stages[-1]} stages, mean of "
+        "the seeds, over updates and over the simulator's time.",
         plot_curves(given, runs),
     )
 
@@ -354,7 +398,7 @@ def plot_stages(given: Study, runs: Runs) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(given.stages, list(map(str, given.stages)))
     axes.set_xlabel("stages")
-    axes.set_ylabel("held-out loss, nats per character")
+    axes.set_ylabel("held-out loss")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
@@ -379,7 +423,7 @@ def plot_curves(given: Study, runs: Runs) -> Figure:
         times = updates * seconds(method.versions, stages)
         right.plot(times, curve, label=name, **line)
     left.set_xlabel("updates")
-    left.set_ylabel("training loss, nats per character")
+    left.set_ylabel("training loss")
     right.set_xlabel("simulated seconds")
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure

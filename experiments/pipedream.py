@@ -33,12 +33,12 @@ from experiments._pipedream_runs import (
     Flushing,
     Network,
     Trainer,
+    Unstashed,
     batches_of,
     loss_of,
     through,
 )
 from experiments._result import Claim, Picture, Result, Settings
-from experiments._unstashed import Unstashed
 from jdist import optim, pipeline, verify
 
 TOLERANCE = 0.02

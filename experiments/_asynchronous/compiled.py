@@ -1,10 +1,13 @@
-"""Asynchronous epochs as one compiled program: a scan over updates.
+"""Asynchronous epochs as one compiled program: a scan over micro-batches.
 
 What a micro-batch meets at each stage is a matrix of version numbers, and follows from
 the order of actions alone. The program goes through the micro-batches one after the
 other, and looks up the versions that each meets in rings: a stage keeps as many as its
 largest delay needs. Passes are the halves that a `Pipeline` runs, cut by
 `jdist.segment`, so that the results have the same bits as those of its executor.
+
+Replicas of a stage hold equal weights and take micro-batches in turn: they are one
+stage here, whose update takes the micro-batches of all of them.
 
 Thousands of runs take one compilation: `jax.vmap` maps the program over seeds.
 """
@@ -39,19 +42,30 @@ class Trained(NamedTuple):
 
     Attributes:
       params: The newest weights of each stage.
+      states: What each rule keeps beside them.
       losses: Of each micro-batch, at the weights that it met, `(micro-batches,)`.
     """
 
     params: list[PyTree]
+    states: list[PyTree]
     losses: jax.Array
 
 
 class _Stage(NamedTuple):
-    """What the scan carries of a stage; the ring has what its versions show."""
+    """What the scan carries of a stage.
+
+    Attributes:
+      params: The newest weights.
+      state: The rule's.
+      ring: What forward passes see of the versions that are kept.
+      sums: Of the gradients since the last update, and their weight; None if each
+        micro-batch has an update.
+    """
 
     params: PyTree
     state: PyTree
     ring: PyTree
+    sums: tuple[PyTree, jax.Array] | None
 
 
 class Program:
@@ -63,7 +77,8 @@ class Program:
       rule: The rule of every stage; or one for each.
       versions: The version that each micro-batch meets, `(stages, micro-batches)`; see
         `Schedule.versions_used`.
-      every: Micro-batches of an update; their number is a multiple of it.
+      every: Micro-batches of an update, at every stage or at each; their number is a
+        multiple of it. At a stage of r replicas r times those of a replica.
 
     Attributes:
       places: The stages, with their delays.
@@ -71,7 +86,7 @@ class Program:
 
     Raises:
       ValueError: The micro-batches are no multiple of `every`; a version is not made
-        yet when it is met; or `rule` is not one for each stage.
+        yet when it is met; or `rule` or `every` is not one for each stage.
     """
 
     def __init__(
@@ -80,31 +95,36 @@ class Program:
         loss_fn: Callable[..., jax.Array],
         rule: Rule | Sequence[Rule],
         versions: np.ndarray,
-        every: int = 1,
+        every: int | Sequence[int] = 1,
     ) -> None:
         n, m = versions.shape
-        if m % every:
+        self._rules = [rule] * n if isinstance(rule, Rule) else list(rule)
+        self._every = [every] * n if isinstance(every, int) else list(every)
+        if not len(self._rules) == len(self._every) == len(stages) == n:
+            got = f"{len(self._rules)} rules, {len(self._every)} numbers, "
+            got += f"{len(stages)} stages, {n} rows"
+            raise ValueError(f"rule and every must be one, or one a stage: {got}")
+        if any(m % own for own in self._every):
             raise ValueError(f"{m} micro-batches must be a multiple of every={every}")
-        lags = np.arange(m) // every - versions
+        lags = np.arange(m) // np.array(self._every)[:, None] - versions
         if lags.min() < 0:
             stage, micro = np.argwhere(lags < 0)[0]
             got = f"stage {stage}, micro-batch {micro}, "
             got += f"version {versions[stage, micro]}"
             raise ValueError(f"versions must be made when they are met: {got}")
-        self._rules = [rule] * n if isinstance(rule, Rule) else list(rule)
-        if not len(self._rules) == len(stages) == n:
-            got = f"{len(self._rules)} rules, {len(stages)} stages, {n} rows"
-            raise ValueError(f"rule must be one, or one for each stage: {got}")
         self.kept = tuple((lags.max(axis=1) + 1).tolist())
         self.places = [Place(j, n, kept - 1) for j, kept in enumerate(self.kept)]
         self._segments = [segment.segment(stage.fn) for stage in stages]
         self._input = stages[0].inputs[0]
-        self._loss_fn, self._every = loss_fn, every
-        slots = versions.T % np.array(self.kept)
-        self._slots = slots.reshape(m // every, every, n).astype(np.int32)
+        self._loss_fn = loss_fn
+        self._slots = (versions.T % np.array(self.kept)).astype(np.int32)
 
     def __call__(
-        self, params: Sequence[PyTree], data: MicroBatches, rate: Number | None = None
+        self,
+        params: Sequence[PyTree],
+        data: MicroBatches,
+        rate: Number | None = None,
+        states: Sequence[PyTree] | None = None,
     ) -> Trained:
         """Trains one epoch; pure, so that it can be jitted and mapped.
 
@@ -112,77 +132,96 @@ class Program:
           params: The weights of each stage.
           data: As many micro-batches as the version matrix has.
           rate: The learning rate; None: that of the rule's optimizer.
+          states: What the rules keep at the beginning; None: as in the first epoch.
         """
-        updates = len(self._slots)
-        data = jax.tree.map(
-            lambda x: x.reshape(updates, self._every, *x.shape[1:]), data
-        )
-        steps = (jnp.arange(updates, dtype=jnp.int32), jnp.asarray(self._slots), data)
-        begun = [self._begun(j, own, rate) for j, own in enumerate(params)]
+        if states is None:
+            pairs = zip(self._rules, params, strict=True)
+            states = [rule.begin(own) for rule, own in pairs]
+        begun = [
+            self._begun(j, *own, rate, jnp.asarray(data.totals).dtype)
+            for j, own in enumerate(zip(params, states, strict=True))
+        ]
+        numbers = jnp.arange(len(self._slots), dtype=jnp.int32)
 
-        def step(stages: list[_Stage], given: Any) -> Any:
-            return self._updated(stages, rate, *given)
+        def advance(stages: list[_Stage], given: Any) -> Any:
+            return self._advanced(stages, rate, *given)
 
-        stages, losses = jax.lax.scan(step, begun, steps)
-        return Trained([stage.params for stage in stages], losses.reshape(-1))
+        steps = numbers, jnp.asarray(self._slots), data
+        ended, losses = jax.lax.scan(advance, begun, steps)
+        params, states = ([own[k] for own in ended] for k in range(2))
+        return Trained(params, states, losses)
 
-    def _begun(self, j: int, params: PyTree, rate: Number | None) -> _Stage:
-        rule = self._rules[j]
-        state = rule.begin(params)
-        seen = rule.forward(self.places[j], Now(jnp.int32(0), params, state, rate))
+    def _begun(
+        self, j: int, params: PyTree, state: PyTree, rate: Number | None, dtype: Any
+    ) -> _Stage:
+        now = Now(jnp.int32(0), params, state, rate)
+        seen = self._rules[j].forward(self.places[j], now)
         # Version 0 in all places: whichever is read before the first update is it.
         ring = jax.tree.map(
             lambda w: jnp.broadcast_to(w, (self.kept[j], *w.shape)), seen
         )
-        return _Stage(params, state, ring)
+        sums = None if self._every[j] == 1 else _empty(params, dtype)
+        return _Stage(params, state, ring, sums)
 
-    def _updated(
+    def _advanced(
         self,
         stages: list[_Stage],
         rate: Number | None,
-        version: jax.Array,
+        number: jax.Array,
         slots: jax.Array,
-        data: MicroBatches,
+        one: MicroBatches,
     ) -> tuple[list[_Stage], jax.Array]:
-        """The passes of the micro-batches of one update, and the update."""
-        now = [Now(version, own.params, own.state, rate) for own in stages]
-        rings = [own.ring for own in stages]
-        if self._every == 1:
-            one = jax.tree.map(lambda x: x[0], (slots, data))
-            seen, loss, grads = self._passes(now, rings, *one)
-            losses = loss[None]
-        else:
-            seen, losses, grads = self._accumulated(now, rings, slots, data)
-        after = [self._stepped(j, own, seen[j], grads[j]) for j, own in enumerate(now)]
-        moved = [
-            _Stage(params, state, _with_slot(ring, (version + 1) % kept, new))
-            for (params, state, new), ring, kept in zip(
-                after, rings, self.kept, strict=True
-            )
+        """The passes of a micro-batch, and the updates that follow them."""
+        now = [
+            Now(number // every, own.params, own.state, rate)
+            for own, every in zip(stages, self._every, strict=True)
         ]
-        return moved, losses
+        rings = [own.ring for own in stages]
+        seen, loss, grads = self._passes(now, rings, slots, one)
+        ended = [
+            self._added(j, own, now[j], seen[j], grads[j], one.totals, number)
+            for j, own in enumerate(stages)
+        ]
+        return ended, loss
 
-    def _accumulated(
+    def _added(
         self,
-        now: Sequence[Now],
-        rings: Sequence[PyTree],
-        slots: jax.Array,
-        data: MicroBatches,
-    ) -> tuple[list[PyTree], jax.Array, list[PyTree]]:
-        """`_passes` over the micro-batches of an update, whose mean is the gradient."""
-        start = [jax.tree.map(lambda w: -jnp.zeros_like(w), own.params) for own in now]
+        j: int,
+        stage: _Stage,
+        now: Now,
+        seen: PyTree,
+        grads: PyTree,
+        weight: jax.Array,
+        number: jax.Array,
+    ) -> _Stage:
+        """A stage with one gradient more, and after its update if that was the last."""
+        if stage.sums is None:
+            return self._updated(j, stage, now, seen, grads)
+        sums, total = stage.sums
+        sums = jax.tree.map(jnp.add, sums, reduction.scaled(grads, weight))
+        total = total + weight
 
-        def added(sums: list[PyTree], given: Any) -> Any:
-            slots, one = given
-            seen, loss, grads = self._passes(now, rings, slots, one)
-            weighted = reduction.scaled(grads, one.totals)
-            return jax.tree.map(jnp.add, sums, weighted), (loss, seen)
+        def updated() -> _Stage:
+            mean = reduction.divided(sums, total)
+            after = self._updated(j, stage, now, seen, mean)
+            return after._replace(sums=_empty(now.params, total.dtype))
 
-        # A loop, and not one sum: the compiler rounds a product and a sum once where it
-        # fuses them, which gives other bits than the executor's.
-        sums, (losses, seen) = jax.lax.scan(added, start, (slots, data))
-        last = jax.tree.map(lambda x: x[-1], seen)
-        return last, losses, reduction.divided(sums, jnp.sum(data.totals))
+        every = self._every[j]
+        return jax.lax.cond(
+            (number + 1) % every == 0,
+            updated,
+            lambda: stage._replace(sums=(sums, total)),
+        )
+
+    def _updated(
+        self, j: int, stage: _Stage, now: Now, seen: PyTree, grads: PyTree
+    ) -> _Stage:
+        rule, place = self._rules[j], self.places[j]
+        params, state = rule.step(place, grads, now, seen)
+        version = now.version + 1
+        new = rule.forward(place, Now(version, params, state, now.rate))
+        ring = _with_slot(stage.ring, version % self.kept[j], new)
+        return _Stage(params, state, ring, stage.sums)
 
     def _passes(
         self,
@@ -209,15 +248,6 @@ class Program:
             grad, (cotangent,) = self._segments[j].backward(params, kept[j], cotangent)
             grads.insert(0, grad)
         return seen, loss.value, grads
-
-    def _stepped(
-        self, j: int, now: Now, seen: PyTree, grads: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """The next weights of a stage, its state, and what forward passes see of it."""
-        rule, place = self._rules[j], self.places[j]
-        params, state = rule.step(place, grads, now, seen)
-        after = Now(now.version + 1, params, state, now.rate)
-        return params, state, rule.forward(place, after)
 
 
 def stacked(
@@ -246,6 +276,12 @@ def stacked(
     whole = {name: np.stack([one[name] for one in found]) for name in found[0]}
     shares = (wide / totals[:, None]).astype(padded.dtype)
     return MicroBatches(whole, shares, totals)
+
+
+def _empty(params: PyTree, dtype: Any) -> tuple[PyTree, jax.Array]:
+    # -0, which added to -0 is -0: the sum of one gradient is that gradient.
+    sums = jax.tree.map(lambda w: -jnp.zeros_like(w), params)
+    return sums, jnp.zeros((), dtype)
 
 
 def _slot(ring: PyTree, slot: jax.Array) -> PyTree:

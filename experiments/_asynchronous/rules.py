@@ -8,13 +8,17 @@ meets is not the rule's: it is the version matrix of a schedule.
 Below, w_t are the weights of a stage after t updates, g the gradient that makes w_{t+1}
 of w_t, and tau the stage's delay: the updates between a micro-batch's forward pass and
 its own update. With n stages and one micro-batch for each update, PipeDream's stage j,
-counted from 0, has tau = n - 1 - j.
+counted from 0, has tau = n - 1 - j. Replicas of a stage update together, so that tau is
+smaller there; rules that read tau alone are defined for them.
+
+Each docstring says where its formula was read: in the authors' code, or in another's
+account. No publication's own text was at hand.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +112,14 @@ def _stepper(
 def stashed(optimizer: optim.Optimizer) -> Rule:
     """Weight stashing; vertical sync and 2BW too, by their version matrices.
 
-    With `optim.nadam(betas=(0.99, 0.999))` it is what Ajanthan et al. train with, and
-    with `optim.muon` under 2BW what Zmushko et al. do.
+    With `optim.nadam(betas=(0.99, 0.999))` it is what Ajanthan et al. train with (read
+    in their code), with `optim.muon` under 2BW what Zmushko et al. do, and with
+    `rotation.rotated_adam` basis rotation.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019, 3.3; Memory-Efficient Pipeline-Parallel
-      DNN Training, arXiv:2006.09503.
+      DNN Training, arXiv:2006.09503. Read in the authors' code, which keeps two copies
+      for 2BW and swaps them; w_{t+1} = w_t - rate grad f(w_{t-1}) in another's account.
     """
     return Rule(optimizer.init, _stepper(optimizer))
 
@@ -126,19 +132,43 @@ def unstashed(optimizer: optim.Optimizer) -> Rule:
 
 # --- weight prediction ---
 
+Direction = Callable[[PyTree, PyTree, Number], PyTree]
+"""`direction(state, gradient, rate)`: the update that is predicted to come again."""
+Aim = Literal["own update", "after own update", "round trip"]
 
-def momentum_direction(state: PyTree, rate: Number) -> PyTree:
-    """-rate v: the next update of SGD with momentum, if the gradient were 0 on average.
+
+def momentum_direction(state: PyTree, gradient: PyTree, rate: Number) -> PyTree:
+    """-rate v: the last update of SGD with momentum.
 
     Args:
       state: Of `optim.sgd(momentum=...)`.
+      gradient: Not read.
       rate: The learning rate.
     """
     return _by_leaf(lambda own: -rate * own.momentum_buffer, state)
 
 
+def repeated_direction(momentum: float) -> Direction:
+    """-rate (momentum v + g): the next update of SGD, if the gradient came again.
+
+    So the code of SpecTrain's authors has it, and that of PipeOptim's.
+
+    Args:
+      momentum: That of `optim.sgd(momentum=...)`.
+    """
+
+    def direction(state: PyTree, gradient: PyTree, rate: Number) -> PyTree:
+        def again(own: Any, g: jax.Array) -> jax.Array:
+            return -rate * (momentum * own.momentum_buffer + g)
+
+        return _by_leaf(again, state, gradient)
+
+    return direction
+
+
 def adam_direction(
     state: PyTree,
+    gradient: PyTree,
     rate: Number,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -147,6 +177,7 @@ def adam_direction(
 
     Args:
       state: Of `optim.adam` with these `betas` and `eps`; the direction is 0 at t = 0.
+      gradient: Not read.
       rate: The learning rate.
       betas: Decays of Adam's averages.
       eps: Adam's.
@@ -162,53 +193,87 @@ def adam_direction(
     return _by_leaf(direction, state)
 
 
-def _by_leaf(function: Callable[[Any], jax.Array], state: PyTree) -> PyTree:
+def _by_leaf(
+    function: Callable[..., jax.Array], state: PyTree, *others: PyTree
+) -> PyTree:
     """Maps the optimizer's states of single arrays."""
-    return jax.tree.map(function, state, is_leaf=lambda own: hasattr(own, "step"))
+    return jax.tree.map(
+        function, state, *others, is_leaf=lambda own: hasattr(own, "step")
+    )
+
+
+class PredictedState(NamedTuple):
+    """The optimizer's state, and the last gradient; None if no direction reads it."""
+
+    optimizer: PyTree
+    gradient: PyTree
 
 
 def predicted(
     optimizer: optim.Optimizer,
-    direction: Callable[[PyTree, Number], PyTree],
+    direction: Direction,
     *,
-    round_trip: bool = False,
+    aim: Aim,
+    keeps_gradient: bool = False,
 ) -> Rule:
     """Weight prediction: passes see w_t + s d, with d the direction of the last update.
 
-    With `momentum_direction` it is SpecTrain's, with `adam_direction` XPipe's. The
-    publications differ in where the prediction aims, and both are here:
+    The publications differ in where the prediction aims:
 
-        own update   s = tau forward, 0 backward: at this stage's weights when its own
-                     backward pass has come
-        round trip   s = tau + floor(j / 2) forward, floor(j / 2) backward: at its
-                     weights when that of stage 0 has come, j stages later
+        own update         s = tau forward, 0 backward: at this stage's weights when its
+                           own backward pass has come. PipeOptim's formula
+        after own update   s = tau + 1 forward, 0 backward. PipeOptim's code
+        round trip         s = tau + floor(j / 2) forward, floor(j / 2) backward: at its
+                           weights when the backward pass of stage 0 has come. SpecTrain
+                           (its direction is SGD's), XPipe (Adam's)
 
     Args:
       optimizer: The one whose direction it is.
-      direction: `direction(state, rate)`.
-      round_trip: The second of the two.
+      direction: See `Direction`.
+      aim: One of the three. A round trip is counted in stages of one worker each.
+      keeps_gradient: Whether the direction reads the last gradient.
 
     Source:
-      Chen et al., SpecTrain, arXiv:1809.02839 (round trip); Guan et al., XPipe,
-      arXiv:1911.04610, and PipeOptim, arXiv:2312.00839 (own update). Each update here
-      has one micro-batch: XPipe's bellwether of several is not.
+      Chen et al., SpecTrain, arXiv:1809.02839: s in the authors' code, whose direction
+      is `repeated_direction`; that of the formula, `momentum_direction`, is from
+      another's account ("the smoothed gradient"). Guan et al., PipeOptim,
+      arXiv:2312.00839: both in the authors' repository. Guan et al., XPipe,
+      arXiv:1911.04610: in another's account, where s is (n - j / 2 - 1) rounded, and
+      floor(j / 2), for one micro-batch in each update; its bellwether of several is not
+      here.
     """
+    if aim not in get_args(Aim):
+        raise ValueError(f"predicted(aim=...) must be one of {get_args(Aim)}: {aim!r}")
 
     def ahead(now: Now, steps: int) -> PyTree:
         if not steps:
             return now.params
         if now.rate is None:
             raise ValueError("a prediction needs the learning rate: Now(rate=None)")
-        move = direction(now.state, now.rate)
+        move = direction(now.state.optimizer, now.state.gradient, now.rate)
         return jax.tree.map(lambda w, d: w + steps * d, now.params, move)
 
+    def begin(params: PyTree) -> PredictedState:
+        none = jax.tree.map(jnp.zeros_like, params) if keeps_gradient else None
+        return PredictedState(optimizer.init(params), none)
+
+    def step(place: Place, grads: PyTree, now: Now, seen: PyTree) -> Any:
+        params, state = optimizer.step(
+            now.params, grads, now.state.optimizer, **_overrides(now.rate)
+        )
+        return params, PredictedState(state, grads if keeps_gradient else None)
+
     def later(place: Place) -> int:
-        return place.stage // 2 if round_trip else 0
+        return place.stage // 2 if aim == "round trip" else 0
+
+    def forward(place: Place, now: Now) -> PyTree:
+        more = 1 if aim == "after own update" else later(place)
+        return ahead(now, place.delay + more)
 
     return Rule(
-        optimizer.init,
-        _stepper(optimizer),
-        forward=lambda place, now: ahead(now, place.delay + later(place)),
+        begin,
+        step,
+        forward=forward,
         backward=lambda place, now, seen: ahead(now, later(place)),
         stashes=False,
     )
@@ -229,10 +294,12 @@ def pipemare(
     *,
     anneal: int,
     decay: float = math.exp(-2),
+    first: Literal[0, 1] = 0,
 ) -> Rule:
     """PipeMare: no stashing, smaller rates for older gradients, corrected weights.
 
-        rate of a stage   alpha / max(tau, 1)^p, with p = 1 - min(t / anneal, 1)  (T1)
+        rate of a stage   alpha / max(tau, 1)^p, with p = 1 - min(k / anneal, 1)  (T1)
+                          in update k, the first of which has the number `first`
         backward pass     sees w_t - tau delta_t                                  (T2)
         delta_{t+1}     = gamma delta_t + (1 - gamma) (w_{t+1} - w_t)
         gamma           = decay^(1 / tau)
@@ -245,9 +312,12 @@ def pipemare(
       optimizer: Any with a learning rate `lr`.
       anneal: Updates until all stages have the rate alpha, at least 1.
       decay: D, what is left of an old difference after tau updates, in (0, 1).
+      first: The number of the first update.
 
     Source:
-      Yang et al., PipeMare, MLSys 2021, arXiv:1910.05124, 3.1 and 3.2.
+      Yang et al., PipeMare, MLSys 2021, arXiv:1910.05124, 3.1 and 3.2. T1 was read in
+      the code of Ajanthan et al., who compare with it: there `first` is 1. T2 was found
+      neither in code nor in an account.
     """
 
     def begin(params: PyTree) -> PipeMareState:
@@ -265,7 +335,8 @@ def pipemare(
         if now.rate is None:
             raise ValueError("PipeMare divides the learning rate: Now(rate=None)")
         base = jnp.asarray(now.rate)
-        power = 1 - jnp.minimum(now.version.astype(base.dtype) / anneal, 1)
+        number = (now.version + first).astype(base.dtype)
+        power = 1 - jnp.minimum(number / anneal, 1)
         rate = base / max(place.delay, 1) ** power
         params, state = optimizer.step(
             now.params, grads, now.state.optimizer, **_overrides(rate)
@@ -299,7 +370,8 @@ def look_ahead(*, momentum: float) -> Rule:
 
     Source:
       Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization,
-      ICML 2025, arXiv:2505.01099, (10).
+      ICML 2025, arXiv:2505.01099, (10). Their code has NAdam alone; this formula was
+      found neither there nor in an account that writes it out.
     """
 
     def forward(place: Place, now: Now) -> PyTree:
@@ -340,7 +412,8 @@ def compensated(
 
     Source:
       Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation,
-      ICML 2017, arXiv:1609.08326. g^2 stands for the diagonal of the Hessian.
+      ICML 2017, arXiv:1609.08326. g^2 stands for the diagonal of the Hessian. Both
+      forms were read in the authors' code, for plain SGD.
     """
 
     def begin(params: PyTree) -> CompensatedState:
@@ -389,7 +462,8 @@ def error_feedback(optimizer: optim.Optimizer, *, strength: float = 1.0) -> Rule
 
     Source:
       Zmushko et al., One-Step Gradient Delay is Not a Barrier for Large-Scale
-      Asynchronous Pipeline Parallel LLM Pretraining, arXiv:2606.30634; under 2BW.
+      Asynchronous Pipeline Parallel LLM Pretraining, arXiv:2606.30634, algorithms 1 and
+      2; under 2BW. Read in another's account, with its code.
     """
 
     def begin(params: PyTree) -> FeedbackState:

@@ -16,9 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments._asynchronous import compiled, rules, task
+from experiments._asynchronous import (
+    compiled,
+    images,
+    language,
+    rotation,
+    rules,
+    task,
+)
 from experiments._asynchronous.rules import PyTree, Rule
-from experiments._asynchronous.task import Sizes
+from experiments._asynchronous.task import Task
 from experiments._result import write_whole
 from jdist import optim, pipeline
 
@@ -41,15 +48,26 @@ def _nadam(_: PyTree) -> optim.Optimizer:
     return optim.nadam(lr=1.0, betas=(0.99, 0.999))
 
 
-def _muon(params: PyTree) -> optim.Optimizer:
-    """Muon for the matrices of halves; Adam for embedding, places and head."""
-    ends = {"table", "places", "head"}
+ENDS = "table", "places", "patch", "head"
+"""The weights of both ends of a network, which publications leave to Adam."""
+
+
+def _matrices(params: PyTree, optimizer: optim.Optimizer) -> optim.Optimizer:
+    """An optimizer for the matrices of halves, and Adam for the ends."""
     labels = [
-        {name: "adam" if name in ends else "muon" for name in own} for own in params
+        {name: "adam" if name in ENDS else "matrix" for name in own} for own in params
     ]
+    return optim.by_label({"matrix": optimizer, "adam": _adam(params)}, labels)
+
+
+def _muon(params: PyTree) -> optim.Optimizer:
     # With this adjustment the rates of Adam fit.
     muon = optim.muon(lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return optim.by_label({"muon": muon, "adam": _adam(params)}, labels)
+    return _matrices(params, muon)
+
+
+def _rotated(params: PyTree) -> optim.Optimizer:
+    return _matrices(params, rotation.rotated_adam(lr=1.0))
 
 
 @dataclass(frozen=True)
@@ -83,55 +101,60 @@ def _feedback(make: Callable[[PyTree], optim.Optimizer]) -> Callable[[PyTree], R
     return lambda params: rules.error_feedback(make(params))
 
 
+def _predicted(
+    make: Callable[[PyTree], optim.Optimizer],
+    direction: rules.Direction,
+    aim: rules.Aim,
+) -> Callable[[PyTree], Rule]:
+    return lambda params: rules.predicted(make(params), direction, aim=aim)
+
+
 SYNC = "synchronous"
 STASH, NONE, VERTICAL = "PipeDream", "no stashing", "vertical sync"
-XPIPE, PIPEMARE, NESTEROV = "XPipe", "PipeMare", "Nesterov (NAdam 0.99)"
+PIPEOPTIM, XPIPE = "PipeOptim", "XPipe"
+PIPEMARE, NESTEROV = "PipeMare", "Nesterov (NAdam 0.99)"
+ROTATION = "basis rotation"
 TWO, FEEDBACK = "2BW", "2BW, error feedback"
 MUON, MUON_TWO, MUON_FEEDBACK = "Muon, synchronous", "Muon, 2BW", "Muon, 2BW, feedback"
 SGD, SGD_STASH = "SGD, synchronous", "SGD, PipeDream"
 SPECTRAIN, DC, LOOK_AHEAD = "SGD, SpecTrain", "SGD, DC-ASGD-a", "SGD, Nesterov (10)"
-METHODS = {
-    SYNC: Method("Adam", _stashed(_adam), "flush", ADAM_RATES),
-    STASH: Method("Adam", _stashed(_adam), "stashing", ADAM_RATES),
-    NONE: Method("Adam", lambda p: rules.unstashed(_adam(p)), "stashing", ADAM_RATES),
-    VERTICAL: Method("Adam", _stashed(_adam), "vertical_sync", ADAM_RATES),
-    XPIPE: Method(
-        "Adam",
-        lambda p: rules.predicted(_adam(p), rules.adam_direction),
-        "stashing",
-        ADAM_RATES,
+
+
+def _of_adam(rule: Callable[[PyTree], Rule], versions: str, name: str = "Adam") -> Any:
+    return Method(name, rule, versions, ADAM_RATES)
+
+
+def _of_sgd(rule: Callable[[PyTree], Rule], versions: str, rates: Any = None) -> Any:
+    return Method("SGD", rule, versions, rates or SGD_RATES)
+
+
+METHODS: dict[str, Method] = {
+    SYNC: _of_adam(_stashed(_adam), "flush"),
+    STASH: _of_adam(_stashed(_adam), "stashing"),
+    NONE: _of_adam(lambda p: rules.unstashed(_adam(p)), "stashing"),
+    VERTICAL: _of_adam(_stashed(_adam), "vertical_sync"),
+    PIPEOPTIM: _of_adam(
+        _predicted(_adam, rules.adam_direction, "own update"), "stashing"
     ),
-    PIPEMARE: Method(
-        "Adam",
-        lambda p: rules.pipemare(_adam(p), anneal=100),
-        "stashing",
-        ADAM_RATES,
+    XPIPE: _of_adam(_predicted(_adam, rules.adam_direction, "round trip"), "stashing"),
+    PIPEMARE: _of_adam(lambda p: rules.pipemare(_adam(p), anneal=100), "stashing"),
+    NESTEROV: _of_adam(_stashed(_nadam), "stashing", "NAdam"),
+    ROTATION: _of_adam(_stashed(_rotated), "stashing", "rotated Adam"),
+    TWO: _of_adam(_stashed(_adam), "2bw"),
+    FEEDBACK: _of_adam(_feedback(_adam), "2bw"),
+    MUON: _of_adam(_stashed(_muon), "flush", "Muon"),
+    MUON_TWO: _of_adam(_stashed(_muon), "2bw", "Muon"),
+    MUON_FEEDBACK: _of_adam(_feedback(_muon), "2bw", "Muon"),
+    SGD: _of_sgd(_stashed(_sgd), "flush"),
+    SGD_STASH: _of_sgd(_stashed(_sgd), "stashing"),
+    SPECTRAIN: _of_sgd(
+        _predicted(_sgd, rules.momentum_direction, "round trip"), "stashing"
     ),
-    NESTEROV: Method("NAdam", _stashed(_nadam), "stashing", ADAM_RATES),
-    TWO: Method("Adam", _stashed(_adam), "2bw", ADAM_RATES),
-    FEEDBACK: Method("Adam", _feedback(_adam), "2bw", ADAM_RATES),
-    MUON: Method("Muon", _stashed(_muon), "flush", ADAM_RATES),
-    MUON_TWO: Method("Muon", _stashed(_muon), "2bw", ADAM_RATES),
-    MUON_FEEDBACK: Method("Muon", _feedback(_muon), "2bw", ADAM_RATES),
-    SGD: Method("SGD", _stashed(_sgd), "flush", SGD_RATES),
-    SGD_STASH: Method("SGD", _stashed(_sgd), "stashing", SGD_RATES),
-    SPECTRAIN: Method(
-        "SGD",
-        lambda p: rules.predicted(_sgd(p), rules.momentum_direction, round_trip=True),
-        "stashing",
-        SGD_RATES,
+    DC: _of_sgd(
+        lambda p: rules.compensated(_sgd(p), strength=1.0, adaptive=0.95), "stashing"
     ),
-    DC: Method(
-        "SGD",
-        lambda p: rules.compensated(_sgd(p), strength=1.0, adaptive=0.95),
-        "stashing",
-        SGD_RATES,
-    ),
-    LOOK_AHEAD: Method(
-        "SGD",
-        lambda p: rules.look_ahead(momentum=MOMENTUM),
-        "stashing",
-        DISCOUNTED_RATES,
+    LOOK_AHEAD: _of_sgd(
+        lambda p: rules.look_ahead(momentum=MOMENTUM), "stashing", DISCOUNTED_RATES
     ),
 }
 
@@ -140,7 +163,7 @@ class Study(NamedTuple):
     """What is trained.
 
     Attributes:
-      sizes: The model and its training.
+      task: The network and its data.
       stages: Numbers of stages.
       methods: Names of `METHODS`.
       seeds: The number of seeds.
@@ -148,7 +171,7 @@ class Study(NamedTuple):
       seed: The first seed.
     """
 
-    sizes: Sizes
+    task: Task
     stages: tuple[int, ...]
     methods: tuple[str, ...]
     seeds: int
@@ -211,34 +234,34 @@ def versions_of(versions: str, stages: int, updates: int) -> np.ndarray:
     return np.tile(np.maximum(np.arange(updates) - late, 0), (stages, 1))
 
 
-def program_of(name: str, sizes: Sizes, stages: int) -> compiled.Program:
+def program_of(name: str, given: Task, stages: int) -> compiled.Program:
     """The compiled form of a method."""
     method = METHODS[name]
-    parts = task.cut(task.parameters(sizes, 0), stages)
+    parts = task.cut(given.parameters(0), stages)
     return compiled.Program(
-        task.staged(sizes, stages),
-        task.losses_of,
+        task.staged(given, stages),
+        given.losses,
         [method.rule(own) for own in parts],
-        versions_of(method.versions, stages, sizes.steps),
+        versions_of(method.versions, stages, given.steps),
     )
 
 
 def trained(study: Study, name: str, stages: int) -> Found:
     """Trains a method with every rate and seed."""
-    sizes, rates = study.sizes, study.grid(name)
-    program = program_of(name, sizes, stages)
+    given, rates = study.task, study.grid(name)
+    program = program_of(name, given, stages)
     seeds = range(study.seed, study.seed + study.seeds)
-    params = _over(task.cut(task.parameters(sizes, seed), stages) for seed in seeds)
-    data = _over(task.training(sizes, seed) for seed in seeds)
-    tested = task.held_out(sizes)
-    parts = [stage.fn for stage in task.staged(sizes, stages)]
+    params = _over(task.cut(given.parameters(seed), stages) for seed in seeds)
+    data = _over(given.training(seed) for seed in seeds)
+    tested = given.held_out()
+    parts = [stage.fn for stage in task.staged(given, stages)]
 
     def run(params: PyTree, data: compiled.MicroBatches, rate: jax.Array) -> Any:
         found = program(params, data, rate)
-        value: Any = tested["tokens"]
+        value: Any = tested[given.input]
         for part, own in zip(parts, found.params, strict=True):
             value = part(own, value)
-        return task.losses_of(value, tested).mean(), found.losses
+        return given.losses(value, tested).mean(), found.losses
 
     by_seed = jax.vmap(run, (0, 0, None))
     grid = jnp.array(rates, jnp.float32)
@@ -261,7 +284,7 @@ def resumed(study: Study, folder: Path, name: str, stages: int) -> tuple[Found, 
     Returns:
       What was found, and whether it was read.
     """
-    told = repr((study.sizes, study.seeds, study.grid(name), study.seed, name, stages))
+    told = repr((study.task, study.seeds, study.grid(name), study.seed, name, stages))
     key = hashlib.sha256((told + _code()).encode()).hexdigest()[:16]
     path = folder / f"{key}.json"
     if path.exists():
@@ -283,5 +306,6 @@ def written(array: np.ndarray) -> Any:
 
 def _code() -> str:
     """The sources that a result depends on."""
-    own = [compiled.__file__, rules.__file__, task.__file__, __file__]
-    return "".join(Path(file).read_text() for file in own if file)
+    own = [compiled, images, language, rotation, rules, task]
+    files = [__file__, *(module.__file__ for module in own)]
+    return "".join(Path(file).read_text() for file in files if file)

@@ -50,13 +50,20 @@ class Chain:
 # --- which version a micro-batch meets, from 0, with n stages numbered from 0 ---
 
 
-def met(policy, n, every, j, i):
-    ahead = {"stashing": n - 1 - j, "vertical_sync": n - 1}
+def met(policy, replicas, every, j, i):
+    """Replicas take micro-batches in turn, and each counts its own; `every` is of one.
+
+    A worker of stage j is ahead of its backward passes by as many forward passes as
+    the workers from there on, but itself, give each of the stage's.
+    """
     if policy == "2bw":
         return max(0, i // every - 1)
     if policy == "flush":
         return i // every
-    return max(0, (i - ahead[policy]) // every)
+    if policy == "vertical_sync":
+        return max(0, (i - len(replicas) + 1) // every)
+    ahead = (sum(replicas[j:]) - 1) // replicas[j]
+    return max(0, (i // replicas[j] - ahead) // every)
 
 
 # --- optimizers of one stage: `update(t, w, g, rate)` is w_{t+1} - w_t ---
@@ -65,14 +72,18 @@ def met(policy, n, every, j, i):
 class Momentum:
     """v <- 0.9 v + g; the update is -rate v."""
 
-    v = 0.0
+    v = g = 0.0
 
     def update(self, t, w, g, rate):
-        self.v = 0.9 * self.v + g
+        self.v, self.g = 0.9 * self.v + g, g
         return -rate * self.v
 
     def direction(self, t, rate):
         return -rate * self.v
+
+    def repeated(self, t, rate):
+        """The next update, if the last gradient came again."""
+        return -rate * (0.9 * self.v + self.g)
 
 
 class Adam:
@@ -84,10 +95,13 @@ class Adam:
         return self.direction(t + 1, rate)
 
     def direction(self, t, rate):
+        """Its last update, which is also what the code that repeats gradients takes."""
         if t == 0:
             return 0.0
         mean, square = self.m / (1 - B1**t), self.s / (1 - B2**t)
         return -rate * mean / (np.sqrt(square) + EPS)
+
+    repeated = direction
 
 
 class NAdam:
@@ -133,6 +147,56 @@ class Muon:
         return np.concatenate([(-size * x).ravel(), rest])
 
 
+class Rotated:
+    """Matrices by basis rotation, biases by Adam."""
+
+    def __init__(self, chain, j, options):
+        self.chain, self.j, self.o, self.adam = chain, j, options, Adam()
+        rows, columns = chain.shapes[j]
+        self.m = self.v = np.zeros((rows, columns))
+        self.left, self.right = np.zeros((rows, rows)), np.zeros((columns, columns))
+
+    def update(self, t, w, g, rate):
+        rest = self.adam.update(t, None, self.chain.bias(self.j, g), rate)
+        g, k = self.chain.matrix(self.j, g), t + 1
+        self.left = B2 * self.left + (1 - B2) * g @ g.T
+        self.right = B2 * self.right + (1 - B2) * g.T @ g
+        self.m = B1 * self.m + (1 - B1) * g
+        if k == 1:
+            self.begin()
+        elif k % self.o["renewal"] == 0:
+            self.renew()
+        self.v = B2 * self.v + (1 - B2) * (self.U.T @ g @ self.V) ** 2
+        turned = self.U.T @ self.m @ self.V
+        if self.o["form"] == "code":
+            scale = np.sqrt(1 - B2**k) / (1 - B1**k)
+            turned = scale * turned / (np.sqrt(self.v) + EPS)
+        else:
+            turned = turned / np.sqrt(self.v + EPS)
+        return np.concatenate([(-rate * self.U @ turned @ self.V.T).ravel(), rest])
+
+    def begin(self):
+        if self.o["source"] == "first":
+            self.U, _, transposed = np.linalg.svd(self.m)
+            self.V = transposed.T
+        else:
+            self.U = np.linalg.eigh(self.left)[1][:, ::-1]
+            self.V = np.linalg.eigh(self.right)[1][:, ::-1]
+
+    def renew(self):
+        """The columns by falling estimates, then the first factors of QR."""
+        if self.o["source"] == "first":
+            by_u = np.argsort(-np.linalg.norm(self.m.T @ self.U, axis=0))
+            by_v = np.argsort(-np.linalg.norm(self.m @ self.V, axis=0))
+            powers = self.m @ self.V[:, by_v], self.m.T @ self.U[:, by_u]
+        else:
+            by_u = np.argsort([-u @ self.left @ u for u in self.U.T])
+            by_v = np.argsort([-v @ self.right @ v for v in self.V.T])
+            powers = self.left @ self.U[:, by_u], self.right @ self.V[:, by_v]
+        self.U, self.V = (np.linalg.qr(power, mode="complete")[0] for power in powers)
+        self.v = self.v[np.ix_(by_u, by_v)]
+
+
 OPTIMIZERS = {"momentum": Momentum, "adam": Adam, "nadam": NAdam}
 
 
@@ -144,10 +208,13 @@ class Stashed:
 
     def __init__(self, chain, j, n, delay, w, options):
         self.j, self.n, self.delay, self.o = j, n, delay, options
-        kind = options["optimizer"]
-        self.optimizer = Muon(chain, j) if kind == "muon" else OPTIMIZERS[kind]()
+        self.optimizer = self.made(chain, j, options)
         self.w, self.rate = [w], options["rate"]
         self.publish(0)
+
+    def made(self, chain, j, options):
+        kind = options["optimizer"]
+        return Muon(chain, j) if kind == "muon" else OPTIMIZERS[kind]()
 
     def publish(self, t):
         """Keeps what forward passes that meet version t see."""
@@ -172,25 +239,41 @@ class Unstashed(Stashed):
         return self.w[t]
 
 
+class BasisRotation(Stashed):
+    def made(self, chain, j, options):
+        return Rotated(chain, j, options)
+
+
 class OwnUpdate(Stashed):
-    """Predicted to where its own update comes: tau ahead, then not at all."""
+    """PipeOptim's formula: to where its own update comes, then not at all."""
+
+    beyond = 0
+
+    def ahead(self, t, steps):
+        name = "repeated" if self.o["repeats"] else "direction"
+        return self.w[t] + steps * getattr(self.optimizer, name)(t, self.rate)
 
     def forward(self, t):
-        return self.w[t] + self.delay * self.optimizer.direction(t, self.rate)
+        return self.ahead(t, self.delay + self.beyond)
 
     def backward(self, t, version):
         return self.w[t]
 
 
-class RoundTrip(Stashed):
+class AfterOwnUpdate(OwnUpdate):
+    """PipeOptim's code: one update further."""
+
+    beyond = 1
+
+
+class RoundTrip(OwnUpdate):
     """SpecTrain, with GPU k of N: s = k // 2 + N - k - 1 forward, k // 2 backward."""
 
     def forward(self, t):
-        s = self.j // 2 + self.n - self.j - 1
-        return self.w[t] + s * self.optimizer.direction(t, self.rate)
+        return self.ahead(t, self.j // 2 + self.n - self.j - 1)
 
     def backward(self, t, version):
-        return self.w[t] + self.j // 2 * self.optimizer.direction(t, self.rate)
+        return self.ahead(t, self.j // 2)
 
 
 class PipeMare(Stashed):
@@ -200,7 +283,7 @@ class PipeMare(Stashed):
         return self.w[t] - self.delay * self.delta
 
     def change(self, t, g, version):
-        exponent = 1 - min(t / self.o["anneal"], 1.0)
+        exponent = 1 - min((t + self.o["first"]) / self.o["anneal"], 1.0)
         rate = self.rate / max(self.delay, 1) ** exponent
         found = self.optimizer.update(t, self.w[t], g, rate)
         gamma = np.exp(-2 / self.delay) if self.delay else 0.0
@@ -241,34 +324,42 @@ class Feedback(Stashed):
 
 RULES = {
     "stashed": Stashed, "unstashed": Unstashed, "own update": OwnUpdate,
-    "round trip": RoundTrip, "pipemare": PipeMare, "look ahead": LookAhead,
-    "compensated": Compensated, "feedback": Feedback,
+    "after own update": AfterOwnUpdate, "round trip": RoundTrip, "pipemare": PipeMare,
+    "look ahead": LookAhead, "compensated": Compensated, "feedback": Feedback,
+    "rotated": BasisRotation,
 }  # fmt: skip
 
 
 def serial(name, chain, params, batches, weights, policy, every, options):
     """All micro-batches, one after the other: the weights of each stage, the losses."""
-    n = len(params)
+    n, counts = len(params), options["replicas"]
+    whole = [every * count for count in counts]  # micro-batches of a stage's update
+
+    def version(j, i):
+        return met(policy, counts, every, j, i)
+
     delays = [
-        max(i // every - met(policy, n, every, j, i) for i in range(len(batches)))
+        max(i // whole[j] - version(j, i) for i in range(len(batches)))
         for j in range(n)
     ]
     stages = [
         RULES[name](chain, j, n, delays[j], w, options) for j, w in enumerate(params)
     ]
-    losses, sums, total = [], 0.0, 0.0
+    losses, sums, totals = [], [0.0] * n, [0.0] * n
     for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
-        t = i // every
-        versions = [met(policy, n, every, j, i) for j in range(n)]
-        pairs = list(zip(stages, versions, strict=True))
-        forward = [stage.seen[v] for stage, v in pairs]
-        backward = [stage.backward(t, v) for stage, v in pairs]
+        newest = [i // whole[j] for j in range(n)]
+        versions = [version(j, i) for j in range(n)]
+        forward = [stage.seen[v] for stage, v in zip(stages, versions, strict=True)]
+        backward = [
+            stage.backward(t, v)
+            for stage, t, v in zip(stages, newest, versions, strict=True)
+        ]
         loss, grads = chain.gradient(forward, backward, batch, own)
         losses.append(loss)
-        sums = sums + own.sum() * np.array([*grads, None], object)[:-1]
-        total += own.sum()
-        if (i + 1) % every == 0:
-            for (stage, v), g in zip(pairs, sums / total, strict=True):
-                stage.update(t, g, v)
-            sums, total = 0.0, 0.0
+        for j, stage in enumerate(stages):
+            sums[j] = sums[j] + own.sum() * grads[j]
+            totals[j] += own.sum()
+            if (i + 1) % whole[j] == 0:
+                stage.update(newest[j], sums[j] / totals[j], versions[j])
+                sums[j], totals[j] = 0.0, 0.0
     return [stage.w[-1] for stage in stages], losses

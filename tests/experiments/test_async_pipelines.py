@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from experiments import async_pipelines as job
-from experiments._asynchronous import study, task
+from experiments._asynchronous import language, study, task
+from experiments._asynchronous.images import Images, convolve
+from experiments._asynchronous.language import Language
 from experiments._asynchronous.study import Found, Study
-from experiments._asynchronous.task import Sizes
 
-TINY = Sizes(width=4, halves=4, length=5, batch=3, steps=3, test=2)
+TINY = Language(width=4, halves=4, length=5, batch=3, steps=3, test=2)
 SMALL = Study(TINY, (2, 4), (study.SYNC, study.STASH), seeds=2, rates=1)
 
 
@@ -69,6 +70,8 @@ ORDERED = {
     (study.STASH, 4): HIGH,
     (study.NONE, 4): found(3.0, 3.3, 2.9),
     (study.XPIPE, 4): found(2.3, 2.4, 2.2),
+    (study.PIPEOPTIM, 4): found(2.3, 2.45, 2.2),
+    (study.ROTATION, 4): found(2.2, 2.4, 2.1),
     (study.NESTEROV, 4): found(2.3, 2.4, 2.1),
     (study.TWO, 2): found(1.5, 1.7, 1.4),
     (study.FEEDBACK, 2): found(1.3, 1.4, 1.1),
@@ -78,7 +81,7 @@ ORDERED = {
 
 
 def verdicts(runs, why=""):
-    return [claim.holds for claim in job.order_claims(ALL, runs, why)]
+    return [claim.holds for claim in job.order_claims("text", ALL, runs, why)]
 
 
 def test_reported_orders_hold_where_the_figures_have_them():
@@ -86,7 +89,7 @@ def test_reported_orders_hold_where_the_figures_have_them():
     assert verdicts(ORDERED) == [True] * count
     assert verdicts(ORDERED, "it is quick") == [None] * count
     assert verdicts({}) == [None] * count
-    claims = list(job.order_claims(ALL, ORDERED, ""))
+    claims = list(job.order_claims("text", ALL, ORDERED, ""))
     assert claims[0].measured == (
         "PipeDream in 2: 2.0000 ± 0.1000; PipeDream in 4: 2.5333 ± 0.1528"
     )
@@ -105,7 +108,7 @@ def test_an_order_that_is_not_found_is_a_claim_that_fails(number):
 def test_what_the_seeds_do_not_decide_is_left_open():
     """Here two of three seeds say so, and one the contrary."""
     runs = ORDERED | {(study.STASH, 4): found(1.95, 2.2, 2.0)}
-    claim = next(job.order_claims(ALL, runs, ""))
+    claim = next(job.order_claims("text", ALL, runs, ""))
     assert claim.holds is None
     assert claim.why_not == "the seeds' differences do not decide it"
 
@@ -133,7 +136,7 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     broken, _ = study.resumed(SMALL, tmp_path, study.STASH, 2)
     assert np.isnan(broken.final[0, 0])
     assert study.written(broken.final) == [[None, 2.0]]
-    for changed in ({"seed": 1}, {"sizes": TINY._replace(steps=2)}):
+    for changed in ({"seed": 1}, {"task": TINY._replace(steps=2)}):
         _, read = study.resumed(SMALL._replace(**changed), tmp_path, study.STASH, 2)
         assert not read
 
@@ -164,48 +167,82 @@ def test_versions_of_methods():
 # --- the task ---
 
 
-def test_stages_in_turn_are_the_model():
+PICTURES = Images(width=3, halves=4, batch=5, steps=3)
+
+
+@pytest.mark.parametrize("given", [TINY, PICTURES])
+def test_stages_in_turn_are_the_model(given):
     """However it is cut: each half and both ends once, in order."""
-    parts = task.parameters(TINY, 3)
-    tokens = task.held_out(TINY)["tokens"]
-    logits = []
+    parts, held_out = given.parameters(3), given.held_out()
+    found = []
     for stages in (1, 2, 4):
-        value = tokens
+        value = held_out[given.input]
         cut = task.cut(parts, stages)
-        for stage, own in zip(task.staged(TINY, stages), cut, strict=True):
+        for stage, own in zip(task.staged(given, stages), cut, strict=True):
             value = stage.fn(own, value)
-        logits.append(value)
+        found.append(value)
         assert [piece for own in cut for piece in own] == parts
-    assert logits[0].shape == (2, 5, task.VOCABULARY)
-    for other in logits[1:]:
-        np.testing.assert_allclose(other, logits[0], rtol=1e-5)
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-5)
+    losses = given.losses(found[0], held_out)
+    assert losses.shape == held_out[given.input].shape[:1]
+    # A network that has not learnt is about as good as guessing.
+    classes = found[0].shape[-1]
+    assert abs(losses.mean() / np.log(classes) - 1) < 0.5
     with pytest.raises(ValueError, match="4 halves must be a multiple of 3 stages"):
         task.cut(parts, 3)
 
 
 def test_attention_looks_back_only():
-    own = task.parameters(TINY, 0)[1]
+    own = TINY.parameters(0)[1]
     h = np.random.default_rng(0).normal(size=(1, 5, 4)).astype(np.float32)
     changed = h.copy()
     changed[0, 3] += 1
-    before, after = (task.attend(own, x, heads=2) for x in (h, changed))
+    before, after = (language.attend(own, x, heads=2) for x in (h, changed))
     assert np.array_equal(before[0, :3], after[0, :3])
     assert not np.allclose(before[0, 3:], after[0, 3:])
 
 
+def test_products_are_a_convolution():
+    """JAX's own, of what precedes it; padded by zeros."""
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(2, 4, 4, 3)).astype(np.float32)
+    kernel = rng.normal(size=(27, 3)).astype(np.float32)
+    before = jax.nn.relu(task.normed(h))
+    layout = ("NHWC", "HWIO", "NHWC")
+    expected = h + jax.lax.conv_general_dilated(
+        before, kernel.reshape(3, 3, 3, 3), (1, 1), "SAME", dimension_numbers=layout
+    )
+    found = convolve({"kernel": kernel}, h)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_images_that_are_held_out_are_not_trained_with():
+    data, other = PICTURES.training(5), PICTURES.held_out()
+    assert data.batch["images"].shape == (3, 5, 8, 8, 1)
+    assert len(other["images"]) == 359
+    many = PICTURES._replace(steps=200).training(5).batch["images"]
+    shown = {image.tobytes() for image in many.reshape(-1, 64)}
+    assert len(shown) > 500
+    assert not shown & {image.tobytes() for image in other["images"].reshape(-1, 64)}
+    assert not np.array_equal(
+        data.batch["labels"], PICTURES.training(6).batch["labels"]
+    )
+
+
 def test_targets_are_the_next_characters_of_text():
     """Of the first nine tenths; what is held out is not among them."""
-    whole = task.text()
-    assert whole.max() < task.VOCABULARY
+    whole = language.text()
+    assert whole.max() < language.VOCABULARY
     assert (whole > 0).mean() > 0.9
-    data = task.training(TINY, 5)
+    data = TINY.training(5)
     shown = data.batch["tokens"]
     assert shown.shape == (3, 3, 5)
     assert np.array_equal(shown[..., 1:], data.batch["targets"][..., :-1])
     np.testing.assert_allclose(data.weights.sum(1), 1, rtol=1e-6)
-    assert not np.array_equal(shown, task.training(TINY, 6).batch["tokens"])
+    assert not np.array_equal(shown, TINY.training(6).batch["tokens"])
     start = whole[len(whole) * 9 // 10 :].tobytes()
-    for row in task.held_out(TINY)["tokens"]:
+    for row in TINY.held_out()["tokens"]:
         assert row.astype(np.uint8).tobytes() in start
 
 
@@ -213,9 +250,9 @@ def test_notes_name_the_methods_of_each_grid():
     given = ALL._replace(methods=(study.TWO, study.SGD, study.DC, study.LOOK_AHEAD))
     told = [note for note in job.notes(given._replace(rates=2), 0) if "rates" in note]
     assert told == [
-        "Learning rates 0.003, 0.01: 2BW.",
-        "Learning rates 0.03, 0.1: SGD, synchronous; SGD, DC-ASGD-a.",
-        "Learning rates 0.3, 1: SGD, Nesterov (10).",
+        "learning rates 0.003, 0.01: 2BW.",
+        "learning rates 0.03, 0.1: SGD, synchronous; SGD, DC-ASGD-a.",
+        "learning rates 0.3, 1: SGD, Nesterov (10).",
     ]
     (*_, last) = job.notes(given, 3)
     assert last == "3 of 6 results were read from an earlier call."
@@ -251,6 +288,26 @@ def test_memory_of_methods():
     copies = [own.state - by_name[study.SYNC][j].state for j, own in
               enumerate(by_name[study.PIPEMARE])]  # fmt: skip
     assert copies == [own.weights for own in by_name[study.PIPEMARE]]
+
+
+def test_the_loss_in_equal_time_is_that_of_fewer_updates():
+    """Where an update takes twice as long, of half as many."""
+    runs = found(2.0, 2.1)._replace(curve=np.arange(40.0))
+    assert job.in_time(runs, 0.3, 0.1 + 0.2) == job.smoothed(runs.curve)[-1]
+    assert job.in_time(runs, 2.0, 1.0) == job.smoothed(runs.curve)[19]
+    assert job.in_time(runs, 100.0, 1.0) == job.smoothed(runs.curve)[0]
+
+
+def test_rows_say_what_a_method_keeps_and_takes():
+    given = Study(TINY._replace(steps=8), (2, 4), (study.SYNC, study.STASH), 2, 1)
+    runs = {(study.SYNC, 2): LOW, (study.STASH, 4): HIGH}
+    head, flush, late = job.rows(given, runs)
+    assert dict(zip(head, flush, strict=True)) | {"bytes": ""} == {
+        "method": "synchronous", "optimizer": "Adam", "stages": "any, as of 4",
+        "rate": "0.2", "held-out loss": "2.0000 ± 0.1000", "seconds": "1.312",
+        "in equal time": "5.000", "versions": "1", "bytes": "",
+    }  # fmt: skip
+    assert late[5:8] == ["0.750", "4.000", "4"]
 
 
 def test_curves_are_smoothed_over_their_last_updates():

@@ -1,6 +1,7 @@
 """The rules of asynchronous pipelines, compiled, beside serial float64 programs."""
 
 import functools
+import math
 from itertools import pairwise
 
 import jax
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments._asynchronous import compiled, rules
+from experiments._asynchronous import compiled, rotation, rules
 from jdist import optim, pipeline
 from tests.experiments import async_formulas
 from tests.experiments.async_formulas import Chain, serial
-from tests.pipeline.epochs import asynchronous, paired
+from tests.pipeline.epochs import asynchronous, epoch_schedule, paired
 from tests.pipeline.pipedream_rules import OPTIMIZERS, layer, losses
 
 CASES = 200
@@ -27,8 +28,10 @@ OPTIMIZER = {
     "muon": MUON,
 }
 DIRECTION = {
-    "momentum": rules.momentum_direction,
-    "adam": rules.adam_direction,
+    ("momentum", False): rules.momentum_direction,
+    ("momentum", True): rules.repeated_direction(0.9),
+    ("adam", False): rules.adam_direction,
+    ("adam", True): rules.adam_direction,
 }
 
 
@@ -37,21 +40,40 @@ def stages(n):
     return [pipeline.Stage(layer, (a,), (b,)) for a, b in pairwise(names)]
 
 
-def versions(policy, n, m, every):
-    return pipeline.pipedream(n, m, policy=policy, update_every=every).versions_used()
+def versions(policy, n, m, every, replicas=None):
+    schedule = epoch_schedule(policy, n, m, replicas, every)
+    return schedule.versions_used()
+
+
+PREDICTED = "own update", "after own update", "round trip"
+
+
+def rotated(options):
+    matrix = rotation.rotated_adam(
+        lr=0.1,
+        every=options["renewal"],
+        source=options["source"],
+        form=options["form"],
+    )
+    return optim.by_label(
+        {"matrix": matrix, "other": optim.adam(lr=0.1)}, {"w": "matrix", "b": "other"}
+    )
 
 
 def made(name, options):
     """The rule, by the names of the formulas."""
     optimizer = OPTIMIZER[options["optimizer"]]
-    if name in ("own update", "round trip"):
-        direction = DIRECTION[options["optimizer"]]
-        far = name == "round trip"
-        return rules.predicted(optimizer, direction, round_trip=far)
+    if name in PREDICTED:
+        repeats = options["repeats"]
+        direction = DIRECTION[options["optimizer"], repeats]
+        return rules.predicted(optimizer, direction, aim=name, keeps_gradient=repeats)
     given = {
         "stashed": lambda: rules.stashed(optimizer),
         "unstashed": lambda: rules.unstashed(optimizer),
-        "pipemare": lambda: rules.pipemare(optimizer, anneal=options["anneal"]),
+        "pipemare": lambda: rules.pipemare(
+            optimizer, anneal=options["anneal"], first=options["first"]
+        ),
+        "rotated": lambda: rules.stashed(rotated(options)),
         "look ahead": lambda: rules.look_ahead(momentum=options["gamma"]),
         "compensated": lambda: rules.compensated(
             optimizer, strength=options["strength"], adaptive=options["adaptive"]
@@ -70,6 +92,7 @@ POLICIES = {
     "compensated": list(LATE),
     "feedback": list(LATE),
     "look ahead": list(LATE),
+    "rotated": ["stashing", "2bw"],
 }
 KINDS = {
     "stashed": ["momentum", "adam", "nadam", "muon"],
@@ -90,24 +113,38 @@ def draw(seed):
         "optimizer": str(rng.choice(KINDS.get(name, ["momentum", "adam"]))),
         "rate": float(10 ** rng.uniform(-3, -1.5)),
         "anneal": int(rng.integers(1, 9)),
+        "first": int(rng.integers(2)),
         "gamma": float(rng.uniform(0, 0.99)),
         "strength": float(rng.uniform(0.1, 2)),
         "adaptive": [None, 0.0, 0.9][int(rng.integers(3))],
+        "repeats": bool(rng.integers(2)),
+        "renewal": int(rng.integers(1, 4)),
+        "source": ["second", "first"][int(rng.integers(2))],
+        "form": ["code", "algorithm"][int(rng.integers(2))],
+        "replicas": (1,) * n,
     }
-    return name, n, policy, every, updates * every, options
+    # A round trip is counted in stages of one worker; the policies ask for one, too.
+    if policy == "stashing" and name != "round trip" and rng.integers(2):
+        options["replicas"] = tuple(int(r) for r in rng.choice([1, 1, 2, 3], n))
+    whole = every * math.lcm(*options["replicas"])
+    return name, n, policy, every, max(1, updates // (whole // every)) * whole, options
 
 
-def problem(seed, n, m):
+def problem(seed, n, m, name=""):
     """Widths that differ, micro-batches of unequal sizes, unequal weights, zeros."""
     rng = np.random.default_rng((seed, 44))
-    chain = Chain(rng.integers(2, 8, n + 1).tolist())
+    widths, least = (2, 8), 1
+    if name == "rotated":
+        # Matrices with at most one eigenvalue of 0, so that formulas fix the bases.
+        widths, least = (2, 4), 4
+    chain = Chain(rng.integers(*widths, n + 1).tolist())
     params = [
         np.concatenate([rng.normal(size=a * b) / np.sqrt(a), 0.1 * rng.normal(size=b)])
         for a, b in chain.shapes
     ]
     batches, weights = [], []
     for _ in range(m):
-        rows = int(rng.integers(1, 6))
+        rows = int(rng.integers(least, 6))
         batches.append(
             {
                 "x": rng.normal(size=(rows, chain.widths[0])),
@@ -115,7 +152,7 @@ def problem(seed, n, m):
             }
         )
         own = rng.uniform(0.1, 2, rows)
-        own[1:][rng.random(rows - 1) < 0.2] = 0
+        own[least:][rng.random(rows - least) < 0.2] = 0
         weights.append(own)
     return chain, params, batches, weights
 
@@ -128,10 +165,10 @@ def tree(chain, j, vector):
 
 
 def run(name, chain, params, batches, weights, policy, every, options):
-    n = len(params)
-    matrix = versions(policy, n, len(batches), every)
-    rule = made(name, options)
-    program = compiled.Program(stages(n), losses, rule, matrix, every)
+    n, counts = len(params), options["replicas"]
+    matrix = versions(policy, n, len(batches), every, counts)
+    rule, whole = made(name, options), [every * count for count in counts]
+    program = compiled.Program(stages(n), losses, rule, matrix, whole)
     trees = [tree(chain, j, own) for j, own in enumerate(params)]
     data = compiled.stacked(batches, weights)
     return jax.jit(program)(trees, data, options["rate"])
@@ -146,7 +183,7 @@ def close(chain, found, expected, tolerance=1e-12):
 @pytest.mark.parametrize("seed", range(CASES))
 def test_rules_are_their_formulas(seed):
     name, n, policy, every, m, options = draw(seed)
-    chain, params, batches, weights = problem(seed, n, m)
+    chain, params, batches, weights = problem(seed, n, m, name)
     given = chain, params, batches, weights, policy, every, options
     found = run(name, *given)
     expected, means = serial(name, *given)
@@ -158,8 +195,9 @@ def test_rules_are_their_formulas(seed):
 def differences(name, n=5):
     """How far a rule's weights end from those of weight stashing."""
     options = {
-        "optimizer": "momentum", "rate": 0.02, "anneal": 4, "gamma": 0.5,
-        "strength": 1.0, "adaptive": None,
+        "optimizer": "momentum", "rate": 0.02, "anneal": 4, "first": 0, "gamma": 0.5,
+        "strength": 1.0, "adaptive": None, "repeats": False, "renewal": 3,
+        "source": "second", "form": "code", "replicas": (1,) * n,
     }  # fmt: skip
     chain, params, batches, weights = problem(7, n, 2 * n)
     given = chain, params, batches, weights, "stashing", 1, options
@@ -178,9 +216,10 @@ def test_rules_differ(name):
 # --- the executor ---
 
 
-def bits(n, policy, every, change, dtype=np.float32):
+def bits(n, policy, every, change, dtype=np.float32, replicas=None):
     """Whether the compiled form and the pipeline end with the same bits."""
-    m = every * (2 * n + 1)
+    whole = [every * count for count in replicas or (1,) * n]
+    m = math.lcm(*whole) * (2 * n + 1)
     rng = np.random.default_rng((n, every))
     chain = Chain(rng.integers(3, 12, n + 1).tolist())
     params = [
@@ -202,12 +241,15 @@ def bits(n, policy, every, change, dtype=np.float32):
     for i, own in enumerate(weights):
         own[i % 5] = 0
     optimizer = OPTIMIZERS[change]
-    given = {"optimizer": optimizer, "policy": policy, "update_every": every}
+    given = {
+        "optimizer": optimizer, "policy": policy, "update_every": every,
+        "replicas": replicas,
+    }  # fmt: skip
     pipe = asynchronous(stages(n), losses, **given)
     state, metrics = pipe.train_epoch(pipe.init(params), paired(batches, weights))
-    matrix = versions(policy, n, m, every)
+    matrix = versions(policy, n, m, every, replicas)
     rule = rules.stashed(optimizer)
-    program = compiled.Program(stages(n), losses, rule, matrix, every)
+    program = compiled.Program(stages(n), losses, rule, matrix, whole)
     found = jax.jit(program)(params, compiled.stacked(batches, weights))
     np.testing.assert_allclose(found.losses, metrics.losses, rtol=1e-6)
     held = [max(p.held for p in pipe.passes if p.stage == j) for j in range(n)]
@@ -231,6 +273,32 @@ def test_the_bits_of_the_executor(policy, every, n):
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_the_bits_of_the_executor_with_flushes(n):
     assert bits(n, "flush", 2, list(OPTIMIZERS)[n % 2])
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2, 1), (3, 2, 1)])
+def test_the_bits_of_the_executor_with_replicas(replicas):
+    """Each worker has one micro-batch of an update: of more, it adds its own first."""
+    assert bits(len(replicas), "stashing", 1, next(iter(OPTIMIZERS)), replicas=replicas)
+
+
+def test_a_program_goes_on_with_its_states():
+    """Two epochs after each other are those of a pipeline, with its momentum."""
+    chain, params, batches, weights = problem(4, 3, 6)
+    trees = [tree(chain, j, own) for j, own in enumerate(params)]
+    optimizer = OPTIMIZER["momentum"]
+    program = compiled.Program(
+        stages(3), losses, rules.stashed(optimizer), versions("stashing", 3, 6, 1)
+    )
+    pipe = asynchronous(stages(3), losses, optimizer=optimizer)
+    state, data = pipe.init(trees), compiled.stacked(batches, weights)
+    found = jax.jit(program)(trees, data)
+    found = jax.jit(program)(found.params, data, states=found.states)
+    for _ in range(2):
+        state, _ = pipe.train_epoch(state, paired(batches, weights))
+    pairs = zip(found.params, state.params, strict=True)
+    for own, other in pairs:
+        for key in own:
+            np.testing.assert_allclose(own[key], other[key], rtol=1e-12)
 
 
 def test_a_program_may_be_mapped():
@@ -275,8 +343,12 @@ def test_memory_is_that_of_the_publications():
         assert held(rules.unstashed(plain), "stashing", n) == (ones, none)
         mare = rules.pipemare(plain, anneal=5)
         assert held(mare, "stashing", n) == (ones, ones)  # delta
-        train = rules.predicted(heavy, rules.momentum_direction, round_trip=True)
+        plan = {"aim": "round trip"}
+        train = rules.predicted(heavy, rules.momentum_direction, **plan)
         assert held(train, "stashing", n) == (ones, ones)  # its momentum alone
+        plan["keeps_gradient"] = True
+        again = rules.predicted(heavy, rules.repeated_direction(0.9), **plan)
+        assert held(again, "stashing", n) == (ones, [2] * n)
         ahead_of = rules.look_ahead(momentum=0.9)
         assert held(ahead_of, "stashing", n) == (ahead, ones)  # w_{t-1}
         fixed, adaptive = (
@@ -311,14 +383,34 @@ def test_what_cannot_be_compiled_is_refused():
     text = "versions must be made when they are met: stage 1, micro-batch 2, version 3"
     with pytest.raises(ValueError, match=text):
         compiled.Program(stages(3), losses, rule, early)
-    text = "rule must be one, or one for each stage: 2 rules, 3 stages, 3 rows"
+    text = "rule and every must be one, or one a stage: 2 rules, 3 numbers, 3 stages"
     with pytest.raises(ValueError, match=text):
         compiled.Program(stages(3), losses, [rule] * 2, matrix)
+    with pytest.raises(ValueError, match="3 rules, 2 numbers, 3 stages, 3 rows"):
+        compiled.Program(stages(3), losses, rule, matrix, [1, 2])
+    with pytest.raises(ValueError, match=r"multiple of every=\[1, 1, 4\]"):
+        compiled.Program(stages(3), losses, rule, matrix, [1, 1, 4])
+
+
+def test_rules_that_do_not_exist_are_refused():
+    adam = OPTIMIZER["adam"]
+    with pytest.raises(
+        ValueError, match=r"aim=.* must be one of .*'own update'.*: 'x'"
+    ):
+        rules.predicted(adam, rules.adam_direction, aim="x")
+    with pytest.raises(ValueError, match=r"source=.* must be one of .*: 'third'"):
+        rotation.rotated_adam(source="third")
+    with pytest.raises(ValueError, match=r"form=.* must be one of .*: 'x'"):
+        rotation.rotated_adam(form="x")
+    with pytest.raises(ValueError, match=r"every=.* must be at least 1: 0"):
+        rotation.rotated_adam(every=0)
 
 
 @pytest.mark.parametrize("name", ["own update", "pipemare", "look ahead"])
 def test_rules_that_read_the_rate_want_it(name):
-    options = {"optimizer": "adam", "anneal": 2, "gamma": 0.5}
+    options = {
+        "optimizer": "adam", "anneal": 2, "first": 0, "gamma": 0.5, "repeats": False,
+    }  # fmt: skip
     chain, params, batches, weights = problem(1, 3, 5)
     rule = made(name, options)
     matrix = versions("stashing", 3, 5, 1)
