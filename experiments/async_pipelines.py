@@ -31,8 +31,16 @@ from experiments._result import Claim, Picture, Result, Settings
 from jdist import optim, pipeline
 
 FULL = {
-    "text": Study(Language(), (4, 8, 16, 32), tuple(study.METHODS), seeds=5, rates=6),
-    "digits": Study(Images(), (4, 16), tuple(study.METHODS), seeds=5, rates=6),
+    "text": Study(
+        Language(length=16, steps=150),
+        (4, 8, 16, 32),
+        tuple(study.METHODS),
+        seeds=3,
+        rates=4,
+    ),
+    "digits": Study(
+        Images(halves=8, steps=150), (4, 8), tuple(study.METHODS), seeds=3, rates=4
+    ),
 }
 QUICK = {
     "text": Study(

@@ -170,9 +170,9 @@ class Rotated:
         turned = self.U.T @ self.m @ self.V
         if self.o["form"] == "code":
             scale = np.sqrt(1 - B2**k) / (1 - B1**k)
-            turned = scale * turned / (np.sqrt(self.v) + EPS)
+            turned = scale * turned / (np.sqrt(self.v) + self.o["eps"])
         else:
-            turned = turned / np.sqrt(self.v + EPS)
+            turned = turned / np.sqrt(self.v + self.o["eps"])
         return np.concatenate([(-rate * self.U @ turned @ self.V.T).ravel(), rest])
 
     def begin(self):

@@ -51,6 +51,7 @@ PREDICTED = "own update", "after own update", "round trip"
 def rotated(options):
     matrix = rotation.rotated_adam(
         lr=0.1,
+        eps=options["eps"],
         every=options["renewal"],
         source=options["source"],
         form=options["form"],
@@ -120,6 +121,9 @@ def draw(seed):
         "repeats": bool(rng.integers(2)),
         "renewal": int(rng.integers(1, 4)),
         "source": ["second", "first"][int(rng.integers(2))],
+        # The first bases make a diagonal matrix of the gradient: a small one would make
+        # numbers of the rounding of its zeros.
+        "eps": float(10 ** rng.uniform(-4, -2)),
         "form": ["code", "algorithm"][int(rng.integers(2))],
         "replicas": (1,) * n,
     }
@@ -197,7 +201,7 @@ def differences(name, n=5):
     options = {
         "optimizer": "momentum", "rate": 0.02, "anneal": 4, "first": 0, "gamma": 0.5,
         "strength": 1.0, "adaptive": None, "repeats": False, "renewal": 3,
-        "source": "second", "form": "code", "replicas": (1,) * n,
+        "source": "second", "form": "code", "eps": 1e-3, "replicas": (1,) * n,
     }  # fmt: skip
     chain, params, batches, weights = problem(7, n, 2 * n)
     given = chain, params, batches, weights, "stashing", 1, options
