@@ -263,9 +263,11 @@ def trained(study: Study, name: str, stages: int) -> Found:
             value = part(own, value)
         return given.losses(value, tested).mean(), found.losses
 
-    by_seed = jax.vmap(run, (0, 0, None))
+    mapped = jax.vmap(jax.vmap(run, (0, 0, None)), (None, None, 0))
+    # Compiling takes longer than the few steps that are made.
+    options = {"xla_backend_optimization_level": 0}
     grid = jnp.array(rates, jnp.float32)
-    final, losses = jax.jit(jax.vmap(by_seed, (None, None, 0)))(params, data, grid)
+    final, losses = jax.jit(mapped, compiler_options=options)(params, data, grid)
     found = Found(rates, np.asarray(final), np.empty(0))
     curve = np.asarray(losses)[found.best].mean(axis=0)
     return found._replace(curve=curve)
