@@ -149,7 +149,7 @@ class Unstashed:
         optimizer: optim.Optimizer,
     ) -> None:
         rule = rules.unstashed(optimizer)
-        self._begin = optimizer.init
+        self._input, self._begin = stages[0].inputs[0], optimizer.init
 
         def epoch(length: int) -> Any:
             versions = pipeline.pipedream(len(stages), length).versions_used()
@@ -165,8 +165,11 @@ class Unstashed:
         self, state: State, batches: Sequence[dict[str, Any]]
     ) -> tuple[State, Losses]:
         """Trains one pass over the batches; returns the new state and the losses."""
-        data, (params, states) = compiled.stacked(batches), state
-        found = self._epoch(len(batches))(params, data, states=states)
+        # float64, so that a share of a mean is not rounded before the gradient is.
+        weights = [np.ones(len(batch[self._input])) for batch in batches]
+        data = compiled.stacked(batches, weights)
+        epoch = self._epoch(len(batches))
+        found = epoch(state.params, data, states=state.opt_states)
         return State(found.params, found.states), Losses(found.losses)
 
 
