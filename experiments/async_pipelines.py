@@ -186,7 +186,7 @@ def notes(given: Study, read: int) -> Iterator[str]:
 
 def executor_claim(title: str, given: Task) -> Claim:
     """Whether the compiled form ends an epoch with the bits of a `Pipeline`."""
-    stages, steps = min(4, given.halves), 7
+    stages, steps = min(4, given.halves), min(7, given.steps)
     made, data = task.staged(given, stages), given.training(0)
     params = task.cut(given.parameters(0), stages)
     optimizer = optim.adam(lr=0.01)

@@ -315,3 +315,13 @@ def test_curves_are_smoothed_over_their_last_updates():
     smooth = job.smoothed(curve)
     assert smooth[:3].tolist() == [0.0, 0.5, 1.0]
     assert smooth[-1] == curve[-job.SMOOTHED :].mean()
+
+
+# --- the executor ---
+
+
+def test_the_compiled_form_has_the_bits_of_the_executor():
+    """Also of fewer updates than the claim asks for."""
+    claim = job.executor_claim("it", TINY)
+    assert claim.holds
+    assert claim.measured.endswith("arrays after 3 updates in 4 stages")
