@@ -360,6 +360,12 @@ def test_memory_is_that_of_the_publications():
         )
         assert held(fixed, "stashing", n) == (ahead, none)
         assert held(adaptive, "stashing", n) == (ahead, ones)
+        options = {"eps": 1e-8, "renewal": 10, "source": "second", "form": "code"}
+        bases = rules.stashed(rotated(options))
+        # Two averages of all, two moments and two bases of 3 x 3 and of 4 x 4 for the
+        # matrix, and two counts of updates.
+        state = (2 * 16 + 2 * (9 + 16) + 2) / 16
+        assert held(bases, "stashing", n) == (ahead, [state] * n)
         back = rules.error_feedback(plain)
         assert held(back, "2bw", n, n) == ([2] * n, ones)
 
