@@ -24,7 +24,9 @@ decisions, those examples are looked for whose decisions rounding may turn: see
 """
 
 import contextlib
+import ctypes
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from functools import cache, partial
@@ -108,6 +110,9 @@ BETWEEN = 0.5
 
 # Number of undecided examples that a note lists.
 LISTED = 6
+
+# Entries of parameters from which on freed memory is given back to the system.
+HEAVY = 2**20
 
 # float64 cannot be perturbed by less than its own unit. In a program that is all
 # float64, larger perturbations are made, and their effect is divided by as much.
@@ -390,7 +395,9 @@ class ReducedLoss:
         if check:
             finer = unit_roundoff("float64") / programs.unit
             known = Exact(bounds.totals, found.scatter * finer)
+            _trim(params)
             oracle = self._check(params, batch, weights, known=known)
+        _trim(params)
         return Measured(bounds.limits, bounds.of_loss, oracle, notes, choices)
 
 
@@ -484,6 +491,7 @@ class LossPrograms:
             for group in _groups(batch, shares, together):
                 values = found.add(group, draws, advance)
                 losses[group.numbers[group.inside]] = values[group.inside]
+                _trim(params)
         missed = ", ".join(sorted(pieces.missed))
         notes = rounding_note(pieces.program)
         if missed:
@@ -529,6 +537,7 @@ class LossPrograms:
         """The gradient of the whole batch in float64: its floating leaves in order."""
         program = self._program(params, batch)
         seed = jnp.asarray(cotangent, program.in_avals[0].dtype)
+        _trim(params)
         _, *exact = self._exact(program, jax.tree.leaves((seed, params, batch)))
         return list(map(np.asarray, exact))
 
@@ -563,6 +572,19 @@ class LossPrograms:
         """A program's results in float64."""
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             return [x.wide for x in self.pieces_of(program).exact(leaves)]
+
+
+def _trim(params: PyTree) -> None:
+    """Gives freed memory back to the system, where parameters are large.
+
+    glibc keeps freed blocks of up to 32 MiB, which most leaves are: with 124 M
+    parameters as much as was in use.
+    """
+    large = sum(x.size for x in jax.tree.leaves(params)) > HEAVY
+    if large and sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Of glibc only.
+        if trim is not None:
+            trim(0)
 
 
 def _draws(params: PyTree, examples: int) -> int:
@@ -1062,15 +1084,14 @@ def _hidden_coupling(
     of the loss, and is called only where it may matter; `rules` gives the users'
     derivative rules in the loss.
     """
-    leaves = named_leaves(gradient)
+    leaves, own = named_leaves(gradient), rules()
     known = [(path, limit) for path, limit in limits.items() if limit is not None]
     if not any(
-        _is_doubtful(leaves[path], total, limit)
+        _is_doubtful(leaves[path], total, limit, adding=bool(own))
         for (path, limit), total in zip(known, sums, strict=True)
     ):
         return ()
     # Without a cotangent of the loss, what is left is what derivative rules add.
-    own = rules()
     added = map(np.nan_to_num, exact(0.0)) if own else [np.zeros(())] * len(known)
     for (path, limit), total, whole, part in zip(
         known, sums, exact(), added, strict=True
@@ -1096,13 +1117,19 @@ def _hidden_coupling(
     return ()
 
 
-def _is_doubtful(given: jax.Array, total: Any, limit: Limit) -> bool:
-    """Whether a wrong leaf might pass, should the examples influence each other."""
+def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) -> bool:
+    """Whether a wrong leaf might pass, should the examples influence each other.
+
+    `adding` says whether derivative rules may add to it.
+    """
     leaf, measured = in_double(given), np.isfinite(limit.bound)
     # A NaN is no sum's, and is reported where it is compared.
     off = np.abs(leaf - total) > limit.bound
     width = np.linalg.norm(limit.bound[measured])
-    wide = width > doubtful_width(given.dtype) * np.linalg.norm(leaf[measured])
+    # What is looked for is a large part of the leaf, or of what rules add, however small
+    # that is.
+    narrow = doubtful_width(given.dtype) if adding else BLIND / 2
+    wide = width > narrow * np.linalg.norm(leaf[measured])
     # An unused leaf has a gradient of 0, and a bound for numbers near it.
     used = leaf.any() or total.any()
     return bool(off.any() or (wide and used))

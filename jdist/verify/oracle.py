@@ -40,6 +40,7 @@ from jdist.verify.evaluation import (
     Value,
     paired,
 )
+from jdist.verify.progress import progress
 from jdist.verify.report import OracleCheck
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]
@@ -265,7 +266,11 @@ def _losses(
     recording: Recording = {}
     found = []
     trainable, _ = split_inexact(given[0])
-    with double_precision(), jax.numpy_dtype_promotion("standard"):
+    with (
+        progress("finite differences", 0 if value.tiny else shifts.size) as advance,
+        double_precision(),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         at_parameters = jax.tree.leaves(given)
         middle = at_parameters if near is None else _paired(given, near)
         (pair,) = value.exact(middle, recording)
@@ -273,6 +278,7 @@ def _losses(
         del middle, pair
         form = EXACT._replace(held=value.holds)
         for shift in REACH * shifts:
+            advance()
             if shift == 0:
                 found.append(at)
                 continue

@@ -161,16 +161,17 @@ def called(ours=0.1, bare=1.0, inside=1e-6, same=True):
     return [*job.echo_claims({"x": same}), *job.speed_claims(seconds, [inside])]
 
 
-def verdicts(size="14 M", seconds=None, memory=1.0, **verdicts):
+def verdicts(size="14 M", seconds=None, memory=1.0, peak=12.0, **verdicts):
     """At a second a step, a name for each judgement."""
     job = judge_cost
-    taken = {job.COLD: 2.0, job.RIGHT: 1.0, job.GROSS: 1.0, job.FINE: 1.0}
-    judged = {job.RIGHT: True, job.GROSS: False, job.FINE: False}
-    cost = job.Cost(10, 1.0, taken, judged, 40)
+    judged = {job.RIGHT: True, job.GROSS: False, job.FINE: False, job.UNTIED: False}
+    taken = {job.COLD: 1.5, **dict.fromkeys(judged, 0.5)}
+    cost = job.Cost(10, 1.0, taken, judged, 40, 12 * job.GIB)
     changed = cost._replace(
         seconds={**taken, **(seconds or {})},
         verdicts={**judged, **{getattr(job, k): v for k, v in verdicts.items()}},
         memory=int(memory * 40),
+        peak=int(peak * job.GIB),
     )
     costs = {**dict.fromkeys(job.SIZES, cost), size: changed}
     return [*job.verdict_claims(costs), *job.cost_claims(costs)]
@@ -276,15 +277,19 @@ PLANTED = [
     (verdicts, 0, {"RIGHT": False}),
     (verdicts, 1, {"GROSS": True}),
     (verdicts, 2, {"size": "124 M", "FINE": True}),
-    (verdicts, 3, {"seconds": {judge_cost.RIGHT: 15.1, judge_cost.COLD: 16.0}}),
-    (verdicts, 4, {"seconds": {judge_cost.GROSS: 15.1}}),
-    (verdicts, 5, {"seconds": {judge_cost.FINE: 30.1}}),
-    (verdicts, 8, {"size": "124 M", "seconds": {judge_cost.FINE: 30.1}}),
-    (verdicts, 9, {"size": judge_cost.MANY, "seconds": {judge_cost.RIGHT: 20.1}}),
-    (verdicts, 10, {"size": "0.5 M", "seconds": {judge_cost.COLD: 13.1}}),
-    (verdicts, 12, {"size": "124 M", "seconds": {judge_cost.COLD: 301.1}}),
-    (verdicts, 13, {"memory": 20.1}),
-    (verdicts, 14, {"size": "124 M", "memory": 20.1}),
+    (verdicts, 3, {"UNTIED": True}),
+    (verdicts, 4, {"seconds": {judge_cost.RIGHT: 15.1, judge_cost.COLD: 16.0}}),
+    (verdicts, 5, {"seconds": {judge_cost.GROSS: 15.1}}),
+    (verdicts, 6, {"seconds": {judge_cost.FINE: 30.1}}),
+    (verdicts, 11, {"size": "124 M", "seconds": {judge_cost.UNTIED: 30.1}}),
+    (verdicts, 12, {"size": judge_cost.MANY, "seconds": {judge_cost.RIGHT: 20.1}}),
+    (verdicts, 13, {"size": "0.5 M", "seconds": {judge_cost.RIGHT: 0.61}}),
+    (verdicts, 14, {"size": "0.5 M", "seconds": {judge_cost.COLD: 12.1}}),
+    (verdicts, 15, {"size": "0.5 M", "seconds": {judge_cost.GROSS: 19.1}}),
+    (verdicts, 16, {"seconds": {judge_cost.COLD: 35.1}}),
+    (verdicts, 17, {"size": "124 M", "seconds": {judge_cost.COLD: 300.1}}),
+    (verdicts, 21, {"memory": 20.1}),
+    (verdicts, 22, {"size": "124 M", "peak": 12.1}),
     (tight, 0, {"float64": 1.1e-13}),
     (tight, 1, {"float32": np.inf}),
     (tight, 2, {"bfloat16": 0.11}),

@@ -4,7 +4,10 @@ Each case is one on which a judge that evaluates the loss again in float64 fails
 that float64 draws differently, casts, entries of unequal size, gradients that cancel.
 """
 
+import ctypes
 import json
+import resource
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ import pytest
 
 from jdist import VerificationError, verify
 from jdist.verify.measure import (
+    HEAVY,
     MAGNIFIED,
     Counted,
     LossPrograms,
@@ -20,6 +24,7 @@ from jdist.verify.measure import (
     _coupling,
     _leading,
     _shares,
+    _trim,
     magnified,
 )
 from jdist.verify.oracle import differentiated
@@ -534,3 +539,58 @@ def test_what_float64_cannot_evaluate_is_not_judged():
         "loss": ["not judged", "bit-equal"],
         "others": ["bit-equal", "FAILS"],
     }
+
+
+# --- what a measurement leaves out, and gives back ---
+
+
+def test_the_batch_runs_alone_only_where_influence_could_hide(monkeypatch, rng):
+    """Bounds of some thousandths of a leaf hide no large part of it."""
+    runs = []
+    own = LossPrograms.exact_gradient
+    monkeypatch.setattr(
+        LossPrograms, "exact_gradient", lambda *x: runs.append(None) or own(*x)
+    )
+    x = jnp.asarray(rng.normal(size=(5, 7)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=7), jnp.float32)
+
+    def lossy(size):
+        """Digits are lost as in a difference of large numbers."""
+        return lambda w, x: ((x @ w + size) - size) ** 2 + 0 * size
+
+    def judged(losses):
+        runs.clear()
+        report = verify.gradients(losses, w, x, {"right": mean_of(losses)})
+        return report, len(runs)
+
+    report, count = judged(lossy(2.0**13))
+    assert report.ok
+    assert count == 0
+    # A rule may add a small part, in which influence would hide.
+    passed = jax.custom_jvp(lambda x: x)
+    passed.defjvp(lambda x, t: (passed(*x), t[0]))
+    losses = lossy(2.0**13)
+    report, count = judged(lambda w, x: losses(passed(w), x))
+    assert report.ok
+    assert count == 2
+
+
+def test_freed_memory_is_given_back(monkeypatch):
+    """glibc keeps blocks that were freed below one that is in use."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("the C library has no malloc_trim")
+
+    def resident():
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * resource.getpagesize()
+
+    np.ones(2**22 - 2**10)  # As large blocks are kept from now on.
+    blocks = [np.ones(2**17) for _ in range(301)]  # 1 MiB each.
+    kept = blocks[-1]
+    del blocks
+    before = resident()
+    _trim({"w": jax.ShapeDtypeStruct((HEAVY,), jnp.float32)})
+    assert before - resident() < 2**26  # Small parameters: nothing is done.
+    _trim({"w": jax.ShapeDtypeStruct((HEAVY + 1,), jnp.float32)})
+    assert before - resident() > 2**27
+    assert kept.sum() == 2**17

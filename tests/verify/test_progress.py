@@ -11,6 +11,8 @@ import pytest
 from jdist import verify
 from jdist.verify import measure, progress
 from jdist.verify.evaluation import Pieces
+from jdist.verify.oracle import FEW
+from jdist.verify.steps.trajectory import FOLLOWED
 from tests.rpc.sockets import wait_until
 
 
@@ -37,17 +39,45 @@ def judged(rng, width):
 
 
 def test_a_log_has_lines(rng, monkeypatch, caplog, capfd):
-    """The last is that of the last run; stderr, which is no terminal, has nothing."""
+    """One for each run; stderr, which is no terminal, has nothing."""
     monkeypatch.setattr(progress, "EVERY", 0.0)
     caplog.set_level(logging.INFO, "jdist.verify")
     judged(rng, LARGE).raise_if_failed()
     lines = [x.getMessage() for x in caplog.records if x.name == "jdist.verify"]
-    runs = len(lines)
-    assert runs > 10
-    for number, line in enumerate(lines, 1):
-        assert line.startswith(f"measuring rounding: {number} of {runs} runs, ")
-    assert lines[-1].endswith(", 0 s left")
+    kinds = {name: [] for name in ("measuring rounding", "finite differences")}
+    for line in lines:
+        name, rest = line.split(": ")
+        kinds[name].append(rest)
+    for own in kinds.values():
+        assert len(own) >= len(FEW)
+        for number, rest in enumerate(own, 1):
+            assert rest.startswith(f"{number} of {len(own)} runs, ")
+        assert own[-1].endswith(", 0 s left")
     assert "measuring" not in "".join(capfd.readouterr())
+
+
+def test_a_step_has_lines(rng, monkeypatch, caplog):
+    """After those of each gradient, one for each trainer that is followed."""
+    w, x = problem(rng, LARGE)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    caplog.set_level(logging.INFO, "jdist.verify")
+
+    def update(params, gradient, state):
+        return params - 0.1 * gradient, state
+
+    def trainer(params, state, batch):
+        return update(params, gradient(params, batch)[1], state)
+
+    batches = [x, 2 * x]
+    verify.step(
+        losses, update, (w, None), batches, {"right": trainer}
+    ).raise_if_failed()
+    lines = [x.getMessage() for x in caplog.records if x.name == "jdist.verify"]
+    followed = [x.split(": ")[1] for x in lines if x.startswith("following")]
+    assert [x.split(" runs")[0] for x in followed] == [
+        "1 of 1",
+        *[f"{number} of {FOLLOWED + 1}" for number in range(1, FOLLOWED + 2)],
+    ]
 
 
 @pytest.mark.parametrize(("width", "shown"), [(LARGE, True), (11, False)])

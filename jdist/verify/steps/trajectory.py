@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ from jdist.verify.evaluation import (
 )
 from jdist.verify.measure import Choices, Counted, Measured, ReducedLoss, choices_in
 from jdist.verify.oracle import reduced
+from jdist.verify.progress import progress
 from jdist.verify.steps.tapped_values import SeenValues, value_path
 from jdist.verify.tracing import TapRecording
 
@@ -494,12 +496,16 @@ def _differentiated(
 
     # The reference's own order of leaves: the loss, the gradient, the new state.
     # The gradient's own rounding is in the bound by which it is moved.
-    exact = each_run(pieces, given, EXACT, 0.0, 0)
-    if step == 0:  # All start at the same parameters.
-        first = stacked([next(exact)[1 : count + 1]])
-        slopes = [np.broadcast_to(x, (FOLLOWED + 1, *x.shape[1:])) for x in first]
-    else:
-        slopes = stacked(x[1 : count + 1] for x in exact)
+    runs = 1 if step == 0 else FOLLOWED + 1  # All start at the same parameters.
+    with progress("following other trainers", 0 if pieces.tiny else runs) as advance:
+
+        def gradient_in(found: list[PrecisionPair]) -> list[PrecisionPair]:
+            advance()
+            return found[1 : count + 1]
+
+        exact = islice(each_run(pieces, given, EXACT, 0.0, 0), runs)
+        own = stacked(map(gradient_in, exact))
+    slopes = [np.broadcast_to(x, (FOLLOWED + 1, *x.shape[1:])) for x in own]
     if not stateful:
         return slopes, []
     # No sum over examples: perturbed by the rounding of the whole loss.
