@@ -1126,8 +1126,7 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) ->
     # A NaN is no sum's, and is reported where it is compared.
     off = np.abs(leaf - total) > limit.bound
     width = np.linalg.norm(limit.bound[measured])
-    # What is looked for is a large part of the leaf, or of what rules add, however small
-    # that is.
+    # A large part of the leaf is looked for, or of what rules add, which may be small.
     narrow = doubtful_width(given.dtype) if adding else BLIND / 2
     wide = width > narrow * np.linalg.norm(leaf[measured])
     # An unused leaf has a gradient of 0, and a bound for numbers near it.
