@@ -54,7 +54,7 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     pooled estimate, of many draws. It may be too small for single entries, so it
     condemns none. *Above* tau(d) / tau(nu) bounds a leaf fails, whatever the
     distribution of V over examples and entries. In between a leaf is *in doubt*, and
-    more draws decide; and wherever C and D are more than ROUNDINGS roundings wide,
+    more draws decide; and wherever C and D are more than CHAOTIC roundings wide,
     where a loss may be chaotic, so that errors are not normal and few draws show
     nothing of them.
 
@@ -129,6 +129,9 @@ POOLED = 128
 # Most bounds are some tens of roundings of the gradient wide; and in float64 they would
 # be narrower by the ratio of the units. Both with room to spare.
 ROUNDINGS = 2.0**10
+# Beyond so many the terms' errors may be chaotic; in a transformer of six layers they
+# are a tenth as wide.
+CHAOTIC = 2.0**13
 
 
 class Undecided(NamedTuple):
@@ -297,7 +300,8 @@ def measured_bound(
     # An entry that could not be measured has no bound, and is not judged.
     allowed = np.where(np.isnan(allowed), np.inf, allowed)
     # What was measured alone: the errors of a sum are not chaotic.
-    if not of_terms <= doubtful_width(dtype) * np.linalg.norm(size):
+    chaotic = min(BLIND, CHAOTIC * unit_roundoff(dtype))
+    if not of_terms <= chaotic * np.linalg.norm(size):
         return Limit(allowed, size, math.inf)
     # The norms of the parts of a bound add up at most.
     in_norm = 1 + confidence_in_norm(least) / tau
@@ -341,11 +345,6 @@ def choices_bound(
     third = log * most / 3
     random = third + np.sqrt(third**2 + 4 * variance * log)
     return np.minimum(total, random)
-
-
-def doubtful_width(dtype: DTypeLike) -> float:
-    """The share of a leaf's size from which on its bound may say too little."""
-    return min(BLIND, ROUNDINGS * unit_roundoff(dtype))
 
 
 def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> np.dtype:

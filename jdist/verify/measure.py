@@ -49,7 +49,6 @@ from jdist.verify.bound import (
     accumulated,
     choices_bound,
     confidence,
-    doubtful_width,
     in_double,
     measured_bound,
     single_of,
@@ -1127,8 +1126,8 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) ->
     off = np.abs(leaf - total) > limit.bound
     width = np.linalg.norm(limit.bound[measured])
     # A large part of the leaf is looked for, or of what rules add, which may be small.
-    narrow = doubtful_width(given.dtype) if adding else BLIND / 2
-    wide = width > narrow * np.linalg.norm(leaf[measured])
+    seen = min(BLIND / 2, ROUNDINGS * unit_roundoff(given.dtype) if adding else 1.0)
+    wide = width > seen * np.linalg.norm(leaf[measured])
     # An unused leaf has a gradient of 0, and a bound for numbers near it.
     used = leaf.any() or total.any()
     return bool(off.any() or (wide and used))
