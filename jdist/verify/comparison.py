@@ -493,7 +493,9 @@ def ulp_distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     for array in (first, second):
         bits = np.ascontiguousarray(array).view(kind)
         # Negative floats count downwards; -0 comes just below +0.
-        ordered.append(np.where(bits < 0, lowest - bits - 1, bits).astype(np.int64))
+        ordered.append(np.where(bits < 0, lowest - bits - 1, bits))
+    if kind.itemsize < 8:
+        return np.abs(np.subtract(*ordered, dtype=np.float64))
     low, high = np.minimum(*ordered), np.maximum(*ordered)
     # Across zero the difference may not fit in 64 bits; there it need not be exact.
     across = high.astype(np.float64) - low.astype(np.float64)

@@ -24,7 +24,7 @@ from jdist.verify.bound import (
     unit_roundoff,
 )
 from jdist.verify.candidates import called, copied, excuse
-from jdist.verify.comparison import Named, compare_leaves, renamed
+from jdist.verify.comparison import Describe, Named, compare_leaves, renamed
 from jdist.verify.explanations import uses_counted
 from jdist.verify.measure import Measured, ReducedLoss
 from jdist.verify.oracle import LossFn, gradient_of_sum
@@ -88,8 +88,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     must have the same bits.
 
     Random numbers must not depend on how the batch is split: see `verify.keyed`. A
-    failing candidate is *not judged* where the loss draws otherwise, or where the
-    candidate's own answers change from call to call, for which it is called twice more.
+    failing candidate is *not judged* where the loss draws otherwise, or where its own
+    answers change from call to call, for which it is called at most twice more.
     Each call is given copies of the parameters and the batch, which may be donated or
     overwritten. Where these lie on a mesh with explicit axes, or under `jax.set_mesh`,
     the reference has a mesh of the same axes, each of one device.
@@ -303,7 +303,7 @@ class Reference:
             own, measured = self._looked_at(name, answer, peers)
             if any(row.ratio > 1 for row in own):
                 measured = measured.undecided()
-                own, told = self._decided(name, answer, measured, peers)
+                own, told = self._decided(name, answer, own, measured, peers)
                 notes += told
             notes += tuple(x for x in measured.notes if x not in notes)
             if any(row.ratio > 1 and row.problem for row in own):
@@ -324,7 +324,8 @@ class Reference:
                     measured.limits,
                     peers,
                 )
-                own = self._rows(name, answer, measured, peers, why)
+                if why:
+                    own = self._rows(name, answer, measured, peers, why)
                 notes += unsure
                 # Over several processes no host has a whole gradient to explain.
                 if peers.size == 1:
@@ -379,11 +380,14 @@ class Reference:
             looks = _looks(distance)
         for more in looks:
             measured = self._measure(more)
-            rows = self._rows(name, answer, measured, peers)
+            # To describe what fails takes longer than to find it.
+            rows = self._rows(name, answer, measured, peers, describe=_fails)
             failing = [row for row in rows if row.ratio > 1]
             doubtful = [self._may_be_right(x, answer, measured, peers) for x in failing]
             if not any(doubtful):
-                return rows, measured
+                if not any(row.problem for row in rows):
+                    return rows, measured
+                return self._rows(name, answer, measured, peers), measured
             # A leaf is wrong for certain, whatever more draws would say of the others.
             if not all(doubtful):
                 break
@@ -392,16 +396,24 @@ class Reference:
         return self._rows(name, answer, measured, peers), measured
 
     def _decided(
-        self, name: str, answer: Answer, measured: Measured, peers: Peers
+        self,
+        name: str,
+        answer: Answer,
+        own: tuple[LeafReport, ...],
+        measured: Measured,
+        peers: Peers,
     ) -> tuple[tuple[LeafReport, ...], tuple[str, ...]]:
         """The rows where the reference takes the candidate's choices, and a note.
 
-        Without such choices the rows are those of the reference's own.
+        Without such choices the rows are those of the reference's own; `own` where
+        nothing decides within rounding.
         """
-        own = self._rows(name, answer, measured, peers)
         choices = measured.choices()
+        if not choices.examples:
+            return own, ()
+        own = self._rows(name, answer, measured, peers)
         # Over several processes no host has whole leaves.
-        if not choices.examples or peers.size > 1:
+        if peers.size > 1:
             return own, ()
         limits = {k: x for k, x in _limits(measured).items() if x is not None}
         wanted = {LOSS: self.loss_value, **named_leaves(self.gradient)}
@@ -455,6 +467,7 @@ class Reference:
         peers: Peers,
         excuse: str = "",
         wanted: Mapping[str, Any] | None = None,
+        describe: Describe | None = None,
     ) -> tuple[LeafReport, ...]:
         """A row for the loss and for each leaf; `wanted` is None for the reference."""
         value, (loss, gradient) = np.asarray(self.loss_value), answer
@@ -472,7 +485,7 @@ class Reference:
             wanted = {LOSS: value, **named_leaves(self.gradient)}
         found = {LOSS: own, **gradient}
         return compare_leaves(
-            name, wanted, found, _limits(measured), peers, excuse=excuse
+            name, wanted, found, _limits(measured), peers, describe, excuse
         )
 
     def _uses(self, answer: Answer, rows: Sequence[LeafReport]) -> tuple[str, ...]:
@@ -508,6 +521,11 @@ def _looks(distance: float) -> Sequence[int]:
         if distance > confidence_in_norm(first) / confidence(1, POOLED):
             return first, *FROM_FEW[1:]
     return 1, *FROM_FEW
+
+
+def _fails(*_: Any) -> str:
+    """The words for a leaf that is described later."""
+    return "fails"
 
 
 def _limits(measured: Measured) -> dict[str, Limit | None]:

@@ -4,7 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.verify.explanations.diagnosis import ENTRIES, LIKENESS, diagnose
+from jdist.verify.explanations.diagnosis import (
+    BEGINNING,
+    ENTRIES,
+    LIKENESS,
+    diagnose,
+)
 
 
 @pytest.fixture
@@ -116,6 +121,18 @@ def test_a_transposed_and_a_swapped_leaf(leaves):
     assert words.endswith("it is the reference's second")
     others = {**leaves, "none": None, "third": leaves["second"].copy()}
     assert said(others, "first", leaves["second"]).endswith("the reference's second")
+
+
+def test_large_leaves_are_told_apart_to_their_end(rng):
+    """Those that begin alike too; and an error in their first entries is forgiven."""
+    large = rng.normal(size=(2, 2 * BEGINNING // 3, 3))
+    leaves = {"first": large[0], "second": large[1], "third": large[1].copy()}
+    leaves["second"][-1] *= 2
+    words = said(leaves, "first", leaves["third"])
+    assert words.endswith("it is the reference's third")
+    found = leaves["third"].copy()
+    found[0] -= LIKENESS * np.linalg.norm(found) / 4
+    assert said(leaves, "first", found).endswith("it is the reference's third")
 
 
 def test_the_worst_entry_is_named(leaves):

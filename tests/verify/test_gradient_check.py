@@ -10,7 +10,7 @@ import pytest
 
 from jdist import VerificationError, verify
 from jdist.verify import measure
-from jdist.verify.bound import Limit
+from jdist.verify.bound import CHAOTIC, ROUNDINGS, Limit
 from jdist.verify.candidates import _apart
 from jdist.verify.gradient_check import GROSS
 from jdist.verify.measure import LossPrograms, ReducedLoss
@@ -560,6 +560,27 @@ def test_what_is_far_off_is_looked_at_at_once(
     judged = verify.gradients_judge(loss)
     report = judged(w, x, {"mine": candidate(factor)}, finite_differences=False)
     assert (looks, report.ok) == (expected, factor == 1)
+
+
+def test_what_is_far_off_in_a_deep_model_is_looked_at_once(rng, looks, monkeypatch):
+    """Where bounds are more than a thousand roundings wide, as in twelve layers."""
+    monkeypatch.setattr(measure, "WORK", 1)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((11, 5), (5,)))
+    loss = lambda w, x: ((x @ w + 2.0**10) - 2.0**10) ** 2  # noqa: E731
+
+    def twice(w, x):
+        value, grad = jax.value_and_grad(lambda w: loss(w, x).mean())(w)
+        return value, 2 * grad
+
+    reduced = ReducedLoss(loss, "mean", None)
+    counted, (_, gradient) = reduced.reference(w, x, None)
+    (limit,) = reduced.measure(w, counted, gradient).limits.values()
+    width = np.linalg.norm(limit.bound) / np.linalg.norm(limit.size)
+    assert 1.5 * ROUNDINGS < width / 2.0**-24 < CHAOTIC / 1.5
+    looks.clear()
+    report = verify.gradients(loss, w, x, {"twice": twice}, finite_differences=False)
+    assert not report.ok
+    assert looks == [3]
 
 
 def test_a_leaf_of_few_digits_is_not_condemned_by_few_draws(looks):

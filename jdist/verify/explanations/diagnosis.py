@@ -19,6 +19,8 @@ REST = 0.1
 NARROWER = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
 # The number of entries from which it is no accident that all fit into a narrow dtype.
 ENTRIES = 4
+# How many entries tell most leaves apart.
+BEGINNING = 1000
 # The largest error of a leaf that was rounded to a narrow dtype, in its roundoffs.
 ROUNDINGS = 32
 
@@ -85,10 +87,14 @@ def likeness(
             return f"it is {factor:.3g} times the reference"
         if found.ndim == 2 and _alike(reference.T, found):
             return "it is the reference transposed"
+    size = float(np.linalg.norm(_flat(found)))
     others = [
         other
         for other, leaf in wanted.items()
-        if other != path and leaf is not None and _alike(leaf, found)
+        if other != path
+        and leaf is not None
+        and _begins_alike(leaf, found, size)
+        and _alike(leaf, found)
     ]
     if others:
         return f"it is the reference's {others[0]}"
@@ -99,8 +105,6 @@ def likeness(
 def _narrow(reference: np.ndarray, found: np.ndarray) -> str:
     """The narrower dtype of which all entries are; empty if there is none."""
     a, b = _flat(reference), _flat(found)
-    if np.unique(b[b != 0]).size < ENTRIES:
-        return ""
     off, size = np.linalg.norm(b - a), np.linalg.norm(a)
     for dtype in NARROWER:
         if dtype.itemsize >= found.dtype.itemsize // (2 if np.iscomplexobj(b) else 1):
@@ -108,7 +112,7 @@ def _narrow(reference: np.ndarray, found: np.ndarray) -> str:
         # Other numbers, as of signs or counts, have no roundings to blame.
         near = off <= ROUNDINGS * unit_roundoff(dtype) * size
         if near and _fits(b, dtype) and not _fits(a, dtype):
-            return dtype.name
+            return dtype.name if np.unique(b[b != 0]).size >= ENTRIES else ""
     return ""
 
 
@@ -148,6 +152,17 @@ def _nearest_factor(a: np.ndarray, b: np.ndarray) -> float:
     """The least-squares factor; the rest decides whether it explains the leaf."""
     power = float(np.vdot(a, a).real)
     return float(np.vdot(a, b).real) / power if power else 0.0
+
+
+def _begins_alike(first: np.ndarray, second: np.ndarray, size: float) -> bool:
+    """Whether the first entries leave it open that two leaves are alike.
+
+    `size` is the 2-norm of the second; a whole model may have leaves of its shape.
+    """
+    if first.shape != second.shape:
+        return False
+    a, b = (in_double(x.ravel()[:BEGINNING]) for x in (first, second))
+    return bool(np.linalg.norm(a - b) * (1 - LIKENESS) <= LIKENESS * size)
 
 
 def _alike(first: np.ndarray, second: np.ndarray) -> bool:

@@ -107,8 +107,8 @@ def step(  # noqa: PLR0913 - options, by keyword
         is called for each batch in turn, with what it returned before, until a step is
         wrong. None in place of a state: it is not judged, and the candidate gets None
         back. A `Trained` may show the gradient too. Candidates receive copies, which
-        they may donate. One that is wrong is called twice more, to see whether it draws
-        random numbers of its own.
+        they may donate. One that is wrong is called at most twice more, to see
+        whether it draws random numbers of its own.
       weights: One array `(examples,)` for each batch; None for 1 each.
       reduction: As in `verify.gradients`.
       accumulation: As in `verify.gradients`.
