@@ -104,9 +104,10 @@ class Cost(NamedTuple):
         """A judgement's time in steps."""
         return self.seconds[judged] / self.step
 
-    def cold(self, judged: str) -> float:
-        """Its seconds where nothing is compiled."""
-        return self.seconds[judged] + self.seconds[COLD] - self.seconds[RIGHT]
+    def cold(self, judged: str, beyond: float = 0.0) -> float:
+        """Its seconds where nothing is compiled, beyond some steps."""
+        compiling = self.seconds[COLD] - self.seconds[RIGHT]
+        return self.seconds[judged] + compiling - beyond * self.step
 
     @property
     def share(self) -> float:
@@ -162,7 +163,9 @@ def _measured(rank: int, size: Size, seed: int) -> Cost:
         return loss, gradient
 
     untied = partial(right, gradient_of=untied_of)
-    candidates = {RIGHT: right, GROSS: gross, FINE: fine, UNTIED: untied}
+    candidates: dict[str, Callable[..., Any]] = {
+        RIGHT: right, GROSS: gross, FINE: fine, UNTIED: untied
+    }  # fmt: skip
     step = statistics.median(_timed(partial(mean_of, params, batch)) for _ in range(6))
     for candidate in candidates.values():
         jax.block_until_ready(candidate(params, batch))
@@ -276,11 +279,7 @@ def cost_claims(costs: Mapping[str, Cost]) -> Iterator[Claim]:
             steps = f" and {more:.0f} steps" if more else ""
             text = f"{size}: {name}, with all compilation, in {most:.0f} s{steps}"
             yield _at_most(
-                text,
-                costs,
-                size,
-                most,
-                lambda c, name=name, more=more: c.cold(name) - more * c.step,
+                text, costs, size, most, partial(Cost.cold, judged=name, beyond=more)
             )
     text = f"14 M: memory of {PARAMETERS:.0f} times the parameters"
     yield _at_most(text, costs, "14 M", PARAMETERS, lambda c: c.share)
