@@ -16,7 +16,8 @@ OFF = "off"
 OR = " or "
 FACTOR = "it is # times the reference"
 _ALIKE = re.compile(r"; (it is [^;]*|all its entries [^;]*)")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
+# Also shapes and places, which are in brackets.
+_NUMBER = re.compile(r"\[[^]]*\]|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,12 @@ def test_a_factor_in_a_step_may_be_that_of_a_norm():
 def test_other_outcomes_are_other_reasons():
     raised = Verdict({}, "raised", "ValueError: 3 is not 4")
     assert raised.reason.same(Verdict({}, "raised", "ValueError: 5 is not 7").reason)
+    shapes = [
+        Verdict({}, "raised", f"ShardingTypeError: no f32[{own}]")
+        for own in ("5@fsdp,7", "11,7@tensor,3")
+    ]
+    assert shapes[0].reason.same(shapes[1].reason)
+    assert not raised.reason.same(shapes[0].reason)
     assert not raised.reason.same(Verdict({}, "raised", "KeyError: 'x'").reason)
     assert not raised.reason.same(Verdict({}, "ended", "ValueError: 3 is not 4").reason)
     assert not raised.reason.same(wrong(OFF.format(3, 1)).reason)
