@@ -4,6 +4,8 @@ Each pair of values of two options occurs in one of the layouts. The other files
 folder test combinations that were chosen by hand.
 """
 
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -156,3 +158,13 @@ def test_a_fault_of_the_others_would_be_found(own, axis, fixed):
     found = verify.fuzz(own.problem, own.claim, faulty, strength=1, **options)
     assert [set(each.axes) for each in found.findings] == [{axis}]
     assert [each.outcome for each in found.verdicts] == ["right", "wrong"]
+
+
+def test_the_number_of_devices_can_be_set_after_the_import():
+    """As `make fuzz` does, and each process that judges for it."""
+    lines = (
+        "import jax, tests.matrix.fuzz",
+        "jax.config.update('jax_num_cpu_devices', 8)",
+    )
+    code = "; ".join((*lines, "assert len(jax.devices()) == 8"))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -19,10 +19,11 @@ EXAMPLES = 37
 X = np.random.default_rng(3).integers(-3, 4, (EXAMPLES, 3)).astype(np.float32)
 Y = np.random.default_rng(5).integers(-3, 4, EXAMPLES).astype(np.float32)
 WEIGHTS = np.arange(EXAMPLES) % 4.0
+# NumPy's: `make fuzz` sets the number of devices after it has imported this.
 PARAMS = {
-    "w": jnp.array([1.0, 2.0, -3.0], jnp.float32),
-    "twice": jnp.array(2.0, jnp.float32),
-    "no": jnp.ones(2, jnp.float32),
+    "w": np.array([1.0, 2.0, -3.0], np.float32),
+    "twice": np.array(2.0, np.float32),
+    "no": np.ones(2, np.float32),
 }
 
 
