@@ -2,7 +2,7 @@
 sequences and weights differ in size; and where not, what do they take instead?
 
 Each trainer is used as its documentation writes it, on one small model, for one
-optimizer step in six settings. What it shows, the gradient or the parameters after the
+optimizer step in nine settings. What it shows, the gradient or the parameters after the
 step, is compared by `verify.compare` with the weighted gradient that it claims. A
 wrong gradient is compared with those of the usual mistakes, so that its name is proved
 as well.
@@ -44,7 +44,9 @@ def run(settings: Settings, progress: Progress) -> Result:
         progress.update(task, description=name, advance=1)
 
     verdicts = list(trial.tried(present, steps, advance))
-    progress.console.print(showing.table(verdicts))
+    apart = showing.apart(verdicts)
+    for own in apart.values():
+        progress.console.print(showing.table(own))
     command = f"{COMMAND} --quick" if settings.quick else COMMAND
     versions = trial.versions()
     return Result(
@@ -59,13 +61,13 @@ def run(settings: Settings, progress: Progress) -> Result:
             )
         ],
         tables={
-            "Verdicts": showing.rows(verdicts),
+            **{name: showing.rows(own) for name, own in apart.items()},
             "What is claimed, and what is said": showing.claims(verdicts),
             "What else they give": showing.wrong(verdicts),
         },
         data={
             "versions": versions,
-            "settings": problem.SETTINGS,
+            "settings": problem.SETTINGS | problem.OPTIONS,
             "verdicts": [record(verdict) for verdict in verdicts],
         },
         notes=[
@@ -183,7 +185,7 @@ def condemned(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
     The mistake is the mean of means; if the data end early, it is the division by the
     number of micro-batches of a full step.
     """
-    seen = []
+    seen, steps = [], [step for step in steps if step.setting in problem.SETTINGS]
     for step in steps:
         reference = Reference(step)
         rule = OVER_ALL if step.setting == "short end" else MEAN_OF_MEANS

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
 from experiments.strangers import torch_model
@@ -20,6 +21,7 @@ def accumulated(step: Step) -> Any:
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(torch_model.weighted_mean(model, batch))
+            clip(accelerator, model, step)
             read(accelerator, model, shown)
             optimizer.step()
             optimizer.zero_grad()
@@ -35,6 +37,7 @@ def by_tokens(step: Step) -> Any:
         with accelerator.accumulate(model):
             loss = torch_model.weighted_sum(model, batch)
             accelerator.backward(loss * STEPS / total)
+            clip(accelerator, model, step)
             read(accelerator, model, shown)
             optimizer.step()
             optimizer.zero_grad()
@@ -43,13 +46,25 @@ def by_tokens(step: Step) -> Any:
 
 def prepared(step: Step) -> Any:
     """The accelerator, and the model, optimizer and loader that it has prepared."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    # One process has one precision, unless this state is forgotten.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=STEPS,
+        mixed_precision="bf16" if step.mixed else "no",
+    )
     model = torch_model.NextToken()
     torch_model.start(model, step.params)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data: Any = torch_model.rows(step.whole)
     loader: Any = DataLoader(data, batch_size=MICRO)
     return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def clip(accelerator: Accelerator, model: Any, step: Step) -> None:
+    """Clips the gradient where the optimizer steps, as in the guide."""
+    if step.clip is not None and accelerator.sync_gradients:
+        accelerator.clip_grad_norm_(model.parameters(), step.clip)
 
 
 # --- what the judge needs ---
@@ -64,6 +79,7 @@ def read(accelerator: Accelerator, model: Any, shown: list[Any]) -> None:
 # --- what is on trial ---
 
 GUIDE = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
+OFFERS = ("clipped by norm", "mixed precision")
 
 USES = (
     Use(
@@ -77,6 +93,7 @@ USES = (
         "as in a full one.",
         GUIDE,
         names=torch_model.NAMES,
+        offers=OFFERS,
     ),
     Use(
         "accelerate",
@@ -89,5 +106,6 @@ USES = (
         GUIDE,
         names=torch_model.NAMES,
         remedy=True,
+        offers=OFFERS,
     ),
 )

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from experiments.strangers import torch_model
-from experiments.strangers.problem import MICRO, STEPS, Step
+from experiments.strangers.problem import MICRO, OPTIONS, STEPS, Step
 from experiments.strangers.stranger import Use
 
 SMOOTHING = 0.1
@@ -17,9 +17,10 @@ SMOOTHING = 0.1
 
 
 class Config(transformers.PretrainedConfig):
-    """The model's configuration, which is empty."""
+    """The model's configuration."""
 
     model_type = "next_token"
+    router_aux_loss_coef = 0.0
 
 
 class Model(transformers.PreTrainedModel):
@@ -43,6 +44,9 @@ class Model(transformers.PreTrainedModel):
             return {"logits": scores}
         size = scores.shape[-1]
         loss = self.loss_function(scores, labels, vocab_size=size, **options)
+        # As the library's mixtures of experts add theirs.
+        sizes = scores.logsumexp(-1).square()
+        loss += self.config.router_aux_loss_coef * sizes[labels != -100].mean()
         return {"loss": loss, "logits": scores}
 
 
@@ -54,7 +58,8 @@ class OlderModel(Model):
 
 def trained(step: Step, kind: type[Model] = Model, smoothing: float = 0.0) -> Any:
     """The gradient of the last optimizer step of one epoch."""
-    model, reader = kind(Config()), Reader()
+    config = Config(router_aux_loss_coef=step.auxiliary)
+    model, reader = kind(config), Reader()
     torch_model.start(model.model, step.params)
     labels = torch.as_tensor(step.whole.labels)
     data: Any = [
@@ -71,7 +76,8 @@ def trained(step: Step, kind: type[Model] = Model, smoothing: float = 0.0) -> An
             label_smoothing_factor=smoothing,
             optim="sgd",
             learning_rate=1.0,
-            max_grad_norm=0.0,
+            max_grad_norm=step.clip or 0.0,
+            bf16=step.mixed,
             use_cpu=True,
             save_strategy="no",
             report_to="none",
@@ -113,6 +119,7 @@ DEFAULT = Use(
     GUIDE,
     names=torch_model.NAMES,
     lacks={"weighted": "labels have no weights"},
+    offers=tuple(OPTIONS),
 )
 
 USES = (

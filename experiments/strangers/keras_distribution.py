@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from experiments.strangers import keras_fit
-from experiments.strangers.problem import Step
+from experiments.strangers.problem import OPTIONS, Step
 from experiments.strangers.stranger import Refused, Use
 
 REPLICAS = 4
@@ -55,6 +55,7 @@ TOKENS = Use(
     GUIDE,
     names=NAMES,
     parts=shards,
+    offers=tuple(OPTIONS),
 )
 
 USES = (

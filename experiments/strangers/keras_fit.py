@@ -1,5 +1,6 @@
 """Keras on JAX: `Model.fit` with gradient accumulation in the optimizer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from experiments.strangers.problem import (
     HIDDEN,
     MICRO,
+    OPTIONS,
     STEPS,
     VOCABULARY,
     WIDTH,
@@ -32,9 +34,12 @@ class Readout(keras.layers.Layer):
 class NextToken(keras.Model):
     """The model; its embeddings are also the output weights."""
 
-    def __init__(self, mask_zero: bool = False, readout: Any = None) -> None:
+    def __init__(
+        self, mask_zero: bool = False, readout: Any = None, auxiliary: float = 0.0
+    ) -> None:
         """Makes layers without weights; `mask_zero` makes token 0 padding."""
         super().__init__()
+        self.auxiliary = auxiliary
         self.embedding = keras.layers.ReversibleEmbedding(
             VOCABULARY, WIDTH, mask_zero=mask_zero
         )
@@ -46,8 +51,13 @@ class NextToken(keras.Model):
         """Returns scores, `(sequences, LENGTH, VOCABULARY)`."""
         hidden = self.down(self.up(self.embedding(inputs)))
         if self.readout is None:
-            return self.embedding(hidden, reverse=True)
-        return self.readout(hidden, self.embedding.embeddings)
+            scores = self.embedding(hidden, reverse=True)
+        else:
+            scores = self.readout(hidden, self.embedding.embeddings)
+        if self.auxiliary:
+            sizes = keras.ops.logsumexp(scores, -1) ** 2
+            self.add_loss(self.auxiliary * keras.ops.mean(sizes))
+        return scores
 
 
 def weighted(step: Step, reduction: str, accumulate: int | None = STEPS) -> Any:
@@ -59,25 +69,27 @@ def weighted(step: Step, reduction: str, accumulate: int | None = STEPS) -> Any:
       accumulate: Micro-batches in a step; None for the whole step as one batch.
     """
     inputs, targets, weights = step.whole
-    return _fitted(NextToken(), step, inputs, targets, weights, reduction, accumulate)
+    model = lambda: NextToken(auxiliary=step.auxiliary)  # noqa: E731
+    return _fitted(model, step, inputs, targets, weights, reduction, accumulate)
 
 
-def masked(step: Step, readout: keras.layers.Layer | None) -> Any:
+def masked(step: Step, readout: type[keras.layers.Layer] | None) -> Any:
     """The weights after `fit` with padding marked by Keras's mask.
 
     Args:
       step: The data.
-      readout: Computes scores; None for the reversed embeddings.
+      readout: The layer that computes scores; None for the reversed embeddings.
     """
     inputs, targets, weights = step.whole
     padded = np.where(weights > 0, inputs, 0)
-    model = NextToken(True, readout)
+    last = lambda: None if readout is None else readout()  # noqa: E731
+    model = lambda: NextToken(True, last(), step.auxiliary)  # noqa: E731
     reduction = "sum_over_batch_size"
     return _fitted(model, step, padded, targets, None, reduction, STEPS)
 
 
 def _fitted(
-    model: NextToken,
+    make: Callable[[], NextToken],
     step: Step,
     inputs: np.ndarray,
     targets: np.ndarray,
@@ -85,11 +97,15 @@ def _fitted(
     reduction: str,
     accumulate: int | None,
 ) -> Any:
+    keras.config.set_dtype_policy("mixed_bfloat16" if step.mixed else "float32")
+    model = make()
     model(inputs[:1])  # makes the weights
     start(model, step)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy
     model.compile(
-        optimizer=keras.optimizers.SGD(1.0, gradient_accumulation_steps=accumulate),
+        optimizer=keras.optimizers.SGD(
+            1.0, gradient_accumulation_steps=accumulate, global_clipnorm=step.clip
+        ),
         loss=cross_entropy(from_logits=True, reduction=reduction),
     )
     model.fit(
@@ -147,13 +163,14 @@ POSITIONS = Use(
     OPTIMIZERS,
     names=NAMES,
     divisor="positions",
+    offers=tuple(OPTIONS),
 )
 
 MASKED = replace(
     POSITIONS,
     way="accumulating, padding as Keras's mask",
     claim="the mean over the counted tokens of the step",
-    show=lambda step: masked(step, Readout()),
+    show=lambda step: masked(step, Readout),
     documented="Masked positions are left out of the loss; not that each micro-batch "
     "is divided by its own count.",
     link="https://keras.io/guides/understanding_masking_and_padding/",

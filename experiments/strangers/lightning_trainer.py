@@ -52,6 +52,8 @@ def fitted(step: Step, *, by_tokens: bool) -> Any:
             devices=1,
             max_epochs=1,
             accumulate_grad_batches=STEPS,
+            gradient_clip_val=step.clip,
+            precision="bf16-mixed" if step.mixed else "32-true",
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -68,16 +70,20 @@ def fitted(step: Step, *, by_tokens: bool) -> Any:
 
 
 class Reader(lightning.Callback):
-    """Stores the gradient just before the optimizer uses it."""
+    """Stores the gradient that the optimizer has used last.
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, _: Any) -> None:
-        """Called by the trainer before each optimizer step."""
+    `on_before_optimizer_step` comes before a gradient is clipped.
+    """
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Called by the trainer at last."""
         self.shown = torch_model.gradient(module.model)
 
 
 # --- what is on trial ---
 
 GUIDE = "https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html"
+OFFERS = ("clipped by norm", "mixed precision")
 
 USES = (
     Use(
@@ -90,6 +96,7 @@ USES = (
         "an epoch's end (issue 19987 of Lightning-AI/pytorch-lightning).",
         GUIDE,
         names=torch_model.NAMES,
+        offers=OFFERS,
     ),
     Use(
         "Lightning Trainer",
@@ -101,5 +108,6 @@ USES = (
         GUIDE,
         names=torch_model.NAMES,
         remedy=True,
+        offers=OFFERS,
     ),
 )

@@ -1,4 +1,4 @@
-"""One model, one optimizer step in six settings, and the gradient it should have.
+"""One model, one optimizer step in nine settings, and the gradient it should have.
 
 A next-token model of two layers with tied embeddings: small enough to be written in
 every framework in a dozen lines, and rich enough to distinguish mistakes. All sizes
@@ -7,7 +7,7 @@ differ.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,6 +30,17 @@ SETTINGS = {
     "short end": "the data end before the last micro-batch of the step",
     "weighted": "each sequence has a weight of its own",
 }
+
+CLIP, AUXILIARY = 0.05, 0.1
+"""The largest norm of a clipped gradient, and the factor of the auxiliary loss."""
+
+OPTIONS = {
+    "clipped by norm": f"equal, and the step's gradient is clipped to norm {CLIP}",
+    "auxiliary loss": f"equal, and {AUXILIARY} times the mean of the tokens' squared "
+    "log-partition functions is added to the loss",
+    "mixed precision": "equal, and float32 parameters are used in bfloat16",
+}
+"""The settings of what a trainer offers beside accumulation."""
 
 MEAN_OF_MEANS = "mean of the parts' means"
 OVER_ALL = "sum of the parts' means, over a full step's parts"
@@ -68,11 +79,14 @@ class Step:
     """The data of one optimizer step, and the model's parameters before it.
 
     Attributes:
-      setting: One of `SETTINGS`.
+      setting: One of `SETTINGS` or `OPTIONS`.
       params: The parameters of the model.
       whole: All sequences.
       sizes: The number of sequences in each micro-batch, or on each replica.
       count: The number of micro-batches in a full step, or of replicas.
+      clip: The largest norm of the step's gradient; None for any.
+      auxiliary: The factor of the auxiliary loss.
+      mixed: Whether the model computes in bfloat16.
     """
 
     setting: str
@@ -80,6 +94,9 @@ class Step:
     whole: Batch
     sizes: tuple[int, ...]
     count: int = STEPS
+    clip: float | None = None
+    auxiliary: float = 0.0
+    mixed: bool = False
 
     @property
     def parts(self) -> Iterator[Batch]:
@@ -115,7 +132,13 @@ def steps(seed: int) -> list[Step]:
         weights = _weights(setting, rng)[: sum(own)]
         batch = Batch(tokens[: sum(own), :-1], tokens[: sum(own), 1:], weights)
         found.append(Step(setting, params, batch, own))
-    return found
+    options: list[dict[str, Any]] = [
+        {"clip": CLIP}, {"auxiliary": AUXILIARY}, {"mixed": True}
+    ]  # fmt: skip
+    return found + [
+        replace(found[0], setting=setting, **option)
+        for setting, option in zip(OPTIONS, options, strict=True)
+    ]
 
 
 def _weights(setting: str, rng: np.random.Generator) -> np.ndarray:
@@ -135,27 +158,43 @@ def _weights(setting: str, rng: np.random.Generator) -> np.ndarray:
     return weights
 
 
-def logits(params: Params, inputs: Tokens) -> jax.Array:
-    """Scores of the next token, `(sequences, LENGTH, VOCABULARY)`."""
-    table = jnp.asarray(params["embedding"])
-    hidden = jnp.tanh(table[inputs] @ params["up"] + params["bias"])
-    return hidden @ params["down"] @ table.T
+def logits(params: Params, inputs: Tokens, dtype: Any = None) -> jax.Array:
+    """Scores of the next token, `(sequences, LENGTH, VOCABULARY)`.
+
+    Args:
+      params: The parameters of the model.
+      inputs: The tokens, `(sequences, LENGTH)`.
+      dtype: The dtype in which the model computes; None for that of its parameters.
+    """
+    own = {name: jnp.asarray(leaf, dtype) for name, leaf in params.items()}
+    table = own["embedding"]
+    hidden = jnp.tanh(table[inputs] @ own["up"] + own["bias"])
+    return hidden @ own["down"] @ table.T
 
 
 def token_losses(
-    params: Params, inputs: Tokens, targets: Tokens, smoothing: Any = 0.0
+    params: Params,
+    inputs: Tokens,
+    targets: Tokens,
+    smoothing: Any = 0.0,
+    auxiliary: Any = 0.0,
+    dtype: Any = None,
 ) -> jax.Array:
-    """The cross-entropy of each token, `(sequences, LENGTH)`.
+    """The loss of each token in float32, `(sequences, LENGTH)`.
 
     Args:
       params: The parameters of the model.
       inputs: The tokens, `(sequences, LENGTH)`.
       targets: The tokens that follow, `(sequences, LENGTH)`.
       smoothing: The share of the target that is spread over the vocabulary.
+      auxiliary: The factor of the squared log-partition function.
+      dtype: As in `logits`.
     """
-    scores = jax.nn.log_softmax(logits(params, inputs))
+    scores = logits(params, inputs, dtype).astype(jnp.float32)
+    partition = jax.nn.logsumexp(scores, -1)
     hit = jnp.take_along_axis(scores, targets[..., None], -1)[..., 0]
-    return -(1 - smoothing) * hit - smoothing * scores.mean(-1)
+    entropy = partition - (1 - smoothing) * hit - smoothing * scores.mean(-1)
+    return entropy + auxiliary * partition**2
 
 
 @dataclass(frozen=True)
@@ -183,17 +222,22 @@ class Reference:
         by_tokens = self.divisor == "tokens"
         return float(part.weights.sum()) if by_tokens else part.weights.size
 
+    @property
+    def rule(self) -> "Rule":
+        """The rule that is claimed."""
+        return Rule(self.step.whole.inputs, self.shares)
+
     @cached_property
     def gradient(self) -> dict[str, np.ndarray]:
         """The gradient by parameter."""
-        return self.of(Rule(self.step.whole.inputs, self.shares))
+        return self.of(self.rule)
 
     @cached_property
     def scale(self) -> dict[str, np.ndarray]:
         """The sum of the magnitudes of the tokens' gradients, by parameter."""
-        found = _magnitudes(
-            self.step.params, *self.step.whole[:2], self.shares, self.smoothing
-        )
+        options = self.smoothing, self.step.auxiliary
+        batch = self.step.whole[:2]
+        found = _magnitudes(self.step.params, *batch, self.shares, *options)
         return jax.tree.map(np.asarray, dict(found))
 
     @property
@@ -202,11 +246,60 @@ class Reference:
         return self.step.whole.weights.size
 
     def of(self, rule: "Rule") -> dict[str, np.ndarray]:
-        """The gradient by another rule, by parameter."""
-        targets = self.step.whole.targets
-        params, smoothing = self.step.params, self.smoothing
-        found = _gradient(params, rule.inputs, targets, rule.shares, smoothing)
+        """The gradient in float32 by a rule, by parameter."""
+        if rule.clipped != "parts":
+            return self._clipped(self._gradient(rule, rule.shares), rule.clipped)
+        bounds, places = np.cumsum(self.step.sizes), np.arange(len(rule.shares))
+        part, count = np.searchsorted(bounds, places, "right"), self.step.count
+        each = [
+            np.where(part[:, None] == i, count * rule.shares, 0) for i in range(count)
+        ]
+        found = [self._clipped(self._gradient(rule, x), "whole") for x in each]
+        return jax.tree.map(lambda *x: np.mean(x, 0, dtype=np.float32), *found)
+
+    def in_mixed_precision(
+        self, rule: "Rule", gradient: Mapping[str, np.ndarray]
+    ) -> verify.Report:
+        """Judges a gradient against that of the model in bfloat16.
+
+        Args:
+          rule: The rule of the claimed gradient.
+          gradient: The gradient by parameter.
+        """
+
+        def losses(params: Any, batch: Any) -> jax.Array:
+            inputs, targets, shares = batch
+            dtype = jnp.bfloat16
+            own = token_losses(params, inputs, targets, self.smoothing, dtype=dtype)
+            return jnp.sum(shares * own, -1)
+
+        def candidate(params: Any, batch: Any) -> Any:
+            return jnp.sum(losses(params, batch)), dict(gradient)
+
+        batch = rule.inputs, self.step.whole.targets, rule.shares
+        params = dict(self.step.params)
+        return verify.gradients(
+            losses, params, batch, {"candidate": candidate}, reduction="sum"
+        )
+
+    def _gradient(self, rule: "Rule", shares: np.ndarray) -> dict[str, np.ndarray]:
+        options = self.smoothing, rule.auxiliary * self.step.auxiliary
+        batch = rule.inputs, self.step.whole.targets
+        found = _gradient(self.step.params, *batch, shares, *options)
         return jax.tree.map(np.asarray, dict(found))
+
+    def _clipped(self, gradient: dict[str, np.ndarray], by: str) -> Any:
+        """A gradient, clipped by the norm of the whole, of each leaf, or not."""
+        if self.step.clip is None or by == "never":
+            return gradient
+        norms = {name: np.linalg.norm(leaf) for name, leaf in gradient.items()}
+        if by == "whole":
+            norms = dict.fromkeys(norms, np.linalg.norm(list(norms.values())))
+        limit = self.step.clip
+        return {
+            name: leaf * np.float32(limit / max(limit, norms[name]))
+            for name, leaf in gradient.items()
+        }
 
     def rules(self) -> "dict[str, Rule]":
         """The rules of the usual mistakes, by name."""
@@ -223,23 +316,47 @@ class Reference:
         rules = {k: Rule(inputs, v.astype(np.float32)) for k, v in shares.items()}
         everything = np.full_like(weights, 1 / weights.size)
         padded = np.where(weights > 0, inputs, 0)
-        return {**rules, "padding counts as tokens": Rule(padded, everything)}
+        rules["padding counts as tokens"] = Rule(padded, everything)
+        claimed, count = self.rule, self.step.count
+        if self.step.clip is not None:
+            rules |= {
+                "not clipped": claimed._replace(clipped="never"),
+                "each part clipped": claimed._replace(clipped="parts"),
+                "each parameter clipped": claimed._replace(clipped="leaves"),
+            }
+        if self.step.auxiliary:
+            # The claimed rule first: where parts are equal, others are the same.
+            before = {"": claimed, **{f"{name}; ": own for name, own in rules.items()}}
+            rules |= {
+                f"{name}{times}": rule._replace(auxiliary=factor)
+                for name, rule in before.items()
+                for times, factor in (
+                    ("auxiliary loss of each part in full", count),
+                    ("no auxiliary loss", 0.0),
+                )
+            }
+        return rules
 
 
 class Rule(NamedTuple):
-    """A way to a gradient: the gradient of `sum(shares * losses)`.
+    """A way to a gradient: the gradient of `sum(shares * losses)`, which is clipped.
 
     Attributes:
       inputs: The tokens that the model gets, `(sequences, LENGTH)`.
       shares: The factor of each token's loss, `(sequences, LENGTH)` float32.
+      auxiliary: How often the auxiliary loss counts.
+      clipped: What is clipped where the step is: the "whole" gradient, that of each of
+        the "parts" before their mean, each of the "leaves", or "never" one.
     """
 
     inputs: np.ndarray
     shares: np.ndarray
+    auxiliary: float = 1.0
+    clipped: str = "whole"
 
 
-def _summed(params: Any, inputs: Any, targets: Any, shares: Any, smoothing: Any) -> Any:
-    return jnp.sum(shares * token_losses(params, inputs, targets, smoothing))
+def _summed(params: Any, inputs: Any, targets: Any, shares: Any, *options: Any) -> Any:
+    return jnp.sum(shares * token_losses(params, inputs, targets, *options))
 
 
 _gradient = jax.jit(jax.grad(_summed))
@@ -247,11 +364,11 @@ _gradient = jax.jit(jax.grad(_summed))
 
 @jax.jit
 def _magnitudes(
-    params: Any, inputs: Any, targets: Any, shares: Any, smoothing: Any
+    params: Any, inputs: Any, targets: Any, shares: Any, *options: Any
 ) -> Any:
     def one(x: Any, y: Any, share: Any) -> Any:
         found = jax.grad(_summed)(
-            params, x[None, None], y[None, None], share[None, None], smoothing
+            params, x[None, None], y[None, None], share[None, None], *options
         )
         return jax.tree.map(jnp.abs, found)
 

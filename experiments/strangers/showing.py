@@ -1,6 +1,7 @@
 """The verdicts as tables, as a picture and as a page."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -8,6 +9,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.strangers.problem import OPTIONS, SETTINGS
 from experiments.strangers.stranger import Finding
 from experiments.strangers.trial import Verdict
 
@@ -20,6 +22,21 @@ STYLES = {
     "not offered": ("dim", "#eeeeee"),
 }
 """Colours of each verdict, on the terminal and in the picture."""
+
+
+def apart(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
+    """The verdicts by the kind of settings, of the uses that have one of its kind."""
+    kinds = {"Verdicts": SETTINGS, "Verdicts with options": OPTIONS}
+    chosen = {
+        kind: [
+            replace(verdict, findings=own)
+            for verdict in verdicts
+            if (own := [f for f in verdict.findings if f.setting in settings])
+            and any(f.verdict != "not offered" for f in own)
+        ]
+        for kind, settings in kinds.items()
+    }
+    return {kind: own for kind, own in chosen.items() if own}
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[list[str]]:
@@ -82,7 +99,7 @@ def picture(verdicts: Sequence[Verdict]) -> Figure:
     kinds = list(STYLES)
     settings = [finding.setting for finding in verdicts[0].findings]
     grid = [[kinds.index(f.verdict) for f in v.findings] for v in verdicts]
-    figure, axes = plt.subplots(figsize=(10, 0.42 * len(verdicts) + 1.2))
+    figure, axes = plt.subplots(figsize=(13, 0.42 * len(verdicts) + 1.2))
     colours = ListedColormap([STYLES[kind][1] for kind in kinds])
     axes.imshow(grid, cmap=colours, vmin=-0.5, vmax=len(kinds) - 0.5, aspect="auto")
     for y, verdict in enumerate(verdicts):
@@ -120,10 +137,11 @@ def page(
         for verdict in verdicts
     ]
     header = ["stranger", "used with", "claims to give", "what its documentation says"]
+    tables = map(rows, apart(verdicts).values())
     parts = [
         f"`{command}`, with {named}.",
         # The verdict's word follows from the cells before it.
-        _markdown([[*row[:-2], row[-1]] for row in rows(verdicts)]),
+        *(_markdown([[*row[:-2], row[-1]] for row in table]) for table in tables),
         _markdown([header, *described]),
         _markdown(wrong(verdicts)),
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.strangers.problem import NOTHING, Reference, Step
+from experiments.strangers.problem import NOTHING, OPTIONS, Reference, Rule, Step
 from jdist import verify
 from jdist.verify.comparison import Named, renamed
 
@@ -41,6 +41,7 @@ class Use:
       lacks: Settings that it cannot express, and why.
       parts: Maps a step to the stranger's own micro-batches or replicas.
       remedy: Whether this is the remedy for another, wrong use.
+      offers: Those of `OPTIONS` that it has.
     """
 
     stranger: str
@@ -56,6 +57,7 @@ class Use:
     lacks: Mapping[str, str] = field(default_factory=dict)
     parts: Callable[[Step], Step] = lambda step: step
     remedy: bool = False
+    offers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,15 @@ def judged(use: Use, step: Step) -> Finding:
     """
     if step.setting in use.lacks:
         return Finding(step.setting, "not offered", why=use.lacks[step.setting])
+    if step.setting in OPTIONS and step.setting not in use.offers:
+        return Finding(step.setting, "not offered", why="left to the user's own code")
     step = use.parts(step)
     try:
         shown = use.show(step)
     except Refused as error:
         return Finding(step.setting, "refused", why=str(error))
     reference = Reference(step, use.divisor, use.smoothing)
-    report = _compared(use, reference, reference.gradient, shown)
+    report = _compared(use, reference, reference.rule, shown)
     finding = Finding(step.setting, "right", ratio=report.worst)
     if not report.failures:
         hidden = [*(leaf.path for leaf in report.unjudged), *_hidden(use, reference)]
@@ -165,10 +169,13 @@ def code_lines(source: str) -> set[int]:
     return found
 
 
-def _compared(
-    use: Use, reference: Reference, gradient: Mapping[str, Any], shown: Any
-) -> verify.Report:
-    """Compares the result with a gradient, or with the parameters after its step."""
+def _compared(use: Use, reference: Reference, rule: Rule, shown: Any) -> verify.Report:
+    """Compares the result with a rule's gradient, or the parameters after its step."""
+    if reference.step.mixed:
+        found = _gradient(use, reference.step, shown)
+        narrow = {name: leaf.astype(np.float32) for name, leaf in found.items()}
+        return reference.in_mixed_precision(rule, narrow)
+    gradient = reference.of(rule)
     if use.shows == "gradient":
         return verify.compare(
             dict(gradient), shown, reference.terms, reference.scale, names=use.names
@@ -188,10 +195,10 @@ def _hidden(use: Use, reference: Reference) -> list[str]:
     """The parameters for which a missing step would pass as well."""
     # `verify.compare` itself reports a gradient that is too small to be judged, but not
     # a step that is small beside its parameters.
-    if use.shows == "gradient":
+    if use.shows == "gradient" or reference.step.mixed:
         return []
     gradient, stayed = reference.gradient, dict(reference.step.params)
-    report = _compared(replace(use, names=None), reference, gradient, stayed)
+    report = _compared(replace(use, names=None), reference, reference.rule, stayed)
     return [x.path for x in report.leaves if x.ok and gradient[x.path].any()]
 
 
@@ -200,7 +207,7 @@ def _explained(use: Use, reference: Reference, shown: Any) -> list[str]:
     return [
         name
         for name, rule in reference.rules().items()
-        if _compared(use, reference, reference.of(rule), shown).ok
+        if _compared(use, reference, rule, shown).ok
     ]
 
 

@@ -36,7 +36,10 @@ def trained(step: Step) -> Any:
     config = peft_trainer.TrainingConfig(
         eval_every_n_steps=10**6, gradient_accumulation_steps=STEPS
     )
-    trainer = peft_trainer.PeftTrainer(model, optax.sgd(1.0), config)
+    optimizer = optax.sgd(1.0)
+    if step.clip is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(step.clip), optimizer)
+    trainer = peft_trainer.PeftTrainer(model, optimizer, config)
     trainer.with_gen_model_input_fn(model_input).train(inputs(step))
     return flax_optimizer.shown(model.model)
 
@@ -81,5 +84,6 @@ USES = (
         "https://github.com/google/tunix/pull/1744",
         names=NAMES,
         lacks={"weighted": "a mask has no weights"},
+        offers=("clipped by norm",),
     ),
 )

@@ -394,6 +394,14 @@ def described_shard(
         for other, leaf in wanted.items()
         if leaf is not None and whole is not None and leaf.shape == whole.shape
     }
+    wrong = {x: i for x, i in shard.blocks.items() if not (ratio[i] <= 1).all()}
+    if 0 < len(wrong) < len(shard.blocks):
+        # NaN would compare false with every ratio.
+        sizes = {x: np.nan_to_num(ratio[i], nan=np.inf).max() for x, i in wrong.items()}
+        index = wrong[max(sizes, key=sizes.__getitem__)]
+        part = Shard(index, shard.values[index])
+        told = described_shard(path, wanted, part, found[index], ratio[index], what)
+        return f"on {' and '.join(wrong)} alone, {told}"
     where = f"in {shard.place}, " if shard.index else ""
     return f"{where}{what}{diagnose(path, slices, found, ratio, shard.origin)}"
 

@@ -115,6 +115,126 @@ def test_the_usual_mistakes_are_told_from_each_other(steps):
         np.testing.assert_allclose(mistaken[name], leaf * 2 / 3, atol=1e-6)
 
 
+# --- what is offered beside accumulation ---
+
+
+def whole_gradient(step, own=lambda surprise, partition: surprise, dtype=jnp.float32):
+    """The mean over all tokens, of a loss of each, by another way than `problem`'s."""
+
+    def loss(params):
+        p = {name: jnp.asarray(leaf, dtype) for name, leaf in params.items()}
+        one_hot = jax.nn.one_hot(step.whole.inputs, problem.VOCABULARY, dtype=dtype)
+        hidden = jnp.tanh(one_hot @ p["embedding"] @ p["up"] + p["bias"]) @ p["down"]
+        scores = jnp.einsum("bth,vh->btv", hidden, p["embedding"]).astype(jnp.float32)
+        partition = jax.scipy.special.logsumexp(scores, -1)
+        hit = jax.nn.one_hot(step.whole.targets, problem.VOCABULARY)
+        return own(partition - (hit * scores).sum(-1), partition).mean()
+
+    return jax.tree.map(np.asarray, jax.grad(loss)(dict(step.params)))
+
+
+def norm(gradient):
+    return np.sqrt(
+        sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in gradient.values())
+    )
+
+
+def limited(gradient, limit=problem.CLIP):
+    factor = min(1.0, limit / norm(gradient))
+    return {name: np.float32(factor) * leaf for name, leaf in gradient.items()}
+
+
+def of_parts(step, made=lambda part: part):
+    """What is made of each part's gradient, averaged."""
+    parts = [
+        whole_gradient(replace(step, whole=part, sizes=(len(part.inputs),)))
+        for part in step.parts
+    ]
+    return jax.tree.map(lambda *x: np.mean(x, 0), *map(made, parts))
+
+
+def test_a_clipped_step_is_judged_by_the_norm_of_the_whole(steps):
+    """Clipping each part, each parameter or nothing is another gradient, by name."""
+    step = steps["clipped by norm"]
+    whole = whole_gradient(step)
+    assert norm(whole) > 2 * problem.CLIP
+    offers = ("clipped by norm",)
+    for show, verdict, rule in (
+        (limited(whole), "right", ""),
+        (whole, "wrong", "not clipped"),
+        (of_parts(step, limited), "wrong", "each part clipped"),
+        (
+            {k: limited({k: x})[k] for k, x in whole.items()},
+            "wrong",
+            "each parameter clipped",
+        ),
+        (limited(whole, 1.01 * problem.CLIP), "wrong", ""),
+    ):
+        found = judged(use(lambda _, show=show: show, offers=offers), step)
+        assert (found.verdict, found.rule) == (verdict, rule)
+
+
+def test_how_often_an_auxiliary_loss_counts_is_told(steps):
+    """Once; in full for each of three parts; or never, with another mistake beside."""
+    step = steps["auxiliary loss"]
+    offers = ("auxiliary loss",)
+
+    def of(times):
+        factor = times * problem.AUXILIARY
+        return whole_gradient(step, lambda own, partition: own + factor * partition**2)
+
+    in_full, none = "auxiliary loss of each part in full", "no auxiliary loss"
+    for show, verdict, rule in (
+        (of(1), "right", ""),
+        (of(3), "wrong", in_full),
+        (of(0), "wrong", none),
+        (
+            jax.tree.map(lambda x: 3 * x, of(0)),
+            "wrong",
+            f"sum of the parts' means; {none}",
+        ),
+        (of(2), "wrong", ""),
+    ):
+        found = judged(use(lambda _, show=show: show, offers=offers), step)
+        assert (found.verdict, found.rule) == (verdict, rule)
+
+
+@pytest.mark.parametrize("shows", ["gradient", "parameters"])
+def test_a_model_in_bfloat16_is_judged_by_its_own_rounding(steps, shows):
+    """The gradient in bfloat16 is right, that of three times the loss is not."""
+    step = steps["mixed precision"]
+    wrap = stepped if shows == "parameters" else (lambda show: show)
+    right = whole_gradient(step, dtype=jnp.bfloat16)
+    assert max(
+        np.abs(right[k] / x - 1).max() for k, x in Reference(step).gradient.items()
+    ) > 1e-3  # fmt: skip
+    offers = ("mixed precision",)
+    for factor, verdict, rule in (
+        (1, "right", ""),
+        (1.2, "wrong", ""),
+        (3, "wrong", "sum of the parts' means"),
+    ):
+        show = {k: np.float32(factor) * x for k, x in right.items()}
+        tried = use(wrap(lambda _, show=show: show), shows, offers=offers)
+        found = judged(tried, step)
+        assert (found.verdict, found.rule) == (verdict, rule)
+
+
+def test_what_a_use_has_no_option_for_is_not_offered(steps):
+    """Nor tried, and no row of the table of options is without one."""
+    chosen = [steps["equal"], steps["clipped by norm"], steps["mixed precision"]]
+    none = verdicts_on(scaled(1.0), chosen)
+    assert [f.verdict for f in none.findings] == ["right", *["not offered"] * 2]
+    assert none.findings[1].why == "left to the user's own code"
+    one = verdicts_on(scaled(1.0), chosen, offers=("mixed precision",))
+    apart = showing.apart([none, one])
+    assert [len(own) for own in apart.values()] == [2, 1]
+    header, row = showing.rows(apart["Verdicts with options"])
+    assert header[2:4] == ["clipped by norm", "mixed precision"]
+    assert row[2:4] == ["not offered", "right"]
+    assert list(showing.apart([none])) == ["Verdicts"]
+
+
 # --- planted trainers ---
 
 
@@ -398,7 +518,8 @@ def test_each_other_stranger_is_judged(steps, name):
     """Those of torch, Keras and Tunix, where they are installed."""
     if missing := trial.absent(name):
         pytest.skip(f"{', '.join(missing)} not installed: {trial.INSTALL}")
-    verdicts = list(trial.tried([name], [steps[s] for s in SETTINGS], lambda _: None))
+    tried = [steps[s] for s in (*SETTINGS, *problem.OPTIONS)]
+    verdicts = list(trial.tried([name], tried, lambda _: None))
     found = [f for verdict in verdicts for f in verdict.judged]
     assert all(f.rule for f in found if f.verdict != "right")
     assert any(verdict.findings[0].verdict == "right" for verdict in verdicts)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jdist import VerificationError, verify
 from jdist.verify.bound import Limit, bound
@@ -348,6 +350,33 @@ def test_a_leaf_in_shards_gets_the_row_of_the_whole(seed, cuts, wrong):
     if whole.problem:
         where = whole.problem.partition(" times the bound at ")[2].partition("]")[0]
         assert f" times the bound at {where}]: expected" in finding.row.problem
+
+
+@pytest.mark.parametrize(
+    ("spec", "wrong", "words"),
+    [
+        (P("tp"), [slice(2, 4)], "on tp=1 alone, in [2:4, :], off by "),
+        (P(None, "dp"), [(slice(None), slice(5, 10))], "on dp=1 alone, in [:, 5:10], "),
+        (P(("dp", "tp")), [3], "on dp=1, tp=0 alone, in [3:4, :], off by "),
+        (P("tp"), [0, slice(4, 6)], "on tp=0 and tp=2 alone, in [4:6, :], off by "),
+        (P("tp"), [0, 2, 5], "off by "),
+        (P(), [2], "off by "),
+    ],
+)
+def test_the_devices_whose_blocks_alone_fail_are_named(rng, spec, wrong, words):
+    """By the axes that divide the leaf; where all fail, or have it whole, by none."""
+    expected = rng.normal(size=(6, 10)).astype(np.float32)
+    got = expected.copy()
+    for number, rows in enumerate(wrong):
+        got[rows] *= 2 + number
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("dp", "tp"))
+    leaf = jax.device_put(got, NamedSharding(mesh, spec))
+    limit = Limit(1e-4 * np.abs(expected), np.abs(expected))
+    (row,) = compare_leaves("mine", {"w": expected}, {"w": leaf}, {"w": limit})
+    assert row.problem.startswith(words)
+    if "alone" in words:
+        factor = 1 + len(wrong)
+        assert row.problem.endswith(f"; it is {factor} times the reference")
 
 
 def test_the_shard_that_fails_is_named(rng):

@@ -182,6 +182,12 @@ def test_sums_in_a_narrower_dtype_are_recognized(rng, own, narrow):
         total = rounded_to(narrow, total + rounded_to(narrow, term))
     words = said({"leaf": terms.sum(0)}, "leaf", total)
     assert words.endswith(f"all its entries are {narrow} numbers, as of sums in it")
+    # The mean of seven micro-batches is divided in the leaf's own precision.
+    mean, wanted = total / total.real.dtype.type(7), terms.sum(0) / 7
+    words = said({"leaf": wanted}, "leaf", mean)
+    told = f"all its entries are {narrow} numbers, divided by 7, as of sums in it"
+    assert words.endswith(told)
+    assert "numbers" not in said({"leaf": wanted}, "leaf", mean * (1 + 1e-4))
 
 
 def test_single_precision_in_double_is_recognized(leaves):

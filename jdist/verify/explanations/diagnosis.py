@@ -1,6 +1,7 @@
 """Diagnoses of wrong leaves: common mistakes, recognized by their values."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ NARROWER = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
 ENTRIES = 4
 # How many entries tell most leaves apart.
 BEGINNING = 1000
+# The largest divisor of sums in a narrow dtype, as of a mean over micro-batches.
+DIVISOR = 127
 # The largest error of a leaf that was rounded to a narrow dtype, in its roundoffs.
 ROUNDINGS = 32
 
@@ -99,11 +102,11 @@ def likeness(
     if others:
         return f"it is the reference's {others[0]}"
     narrow = _narrow(reference, found)
-    return f"all its entries are {narrow} numbers, as of sums in it" if narrow else ""
+    return f"all its entries are {narrow}, as of sums in it" if narrow else ""
 
 
 def _narrow(reference: np.ndarray, found: np.ndarray) -> str:
-    """The narrower dtype of which all entries are; empty if there is none."""
+    """The narrower dtype of which all entries are, in words; empty if there is none."""
     a, b = _flat(reference), _flat(found)
     off, size = np.linalg.norm(b - a), np.linalg.norm(a)
     for dtype in NARROWER:
@@ -111,16 +114,23 @@ def _narrow(reference: np.ndarray, found: np.ndarray) -> str:
             continue
         # Other numbers, as of signs or counts, have no roundings to blame.
         near = off <= ROUNDINGS * unit_roundoff(dtype) * size
-        if near and _fits(b, dtype) and not _fits(a, dtype):
-            return dtype.name if np.unique(b[b != 0]).size >= ENTRIES else ""
+        # A power of two divides exactly.
+        for by in range(1, (DIVISOR if near else 0) + 1, 2):
+            fits = partial(_fits, by, dtype)
+            if fits(b[:BEGINNING]) and fits(b) and not fits(a):
+                told = f"{dtype.name} numbers" + (f", divided by {by}" if by > 1 else "")
+                return told if np.unique(b[b != 0]).size >= ENTRIES else ""
     return ""
 
 
-def _fits(values: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether all values are numbers of a dtype."""
-    real = values.view(values.real.dtype)
-    with np.errstate(over="ignore"):
-        return np.array_equal(real.astype(dtype).astype(real.dtype), real)
+def _fits(by: int, dtype: np.dtype, values: np.ndarray) -> bool:
+    """Whether all values are numbers of a dtype, or such numbers divided by one."""
+    real = by * values.view(values.real.dtype)
+    # A division in single precision has a rounding of its own.
+    rounding = 0 if by == 1 else 2 * unit_roundoff(jnp.dtype("float32"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        own = real.astype(dtype).astype(real.dtype)
+        return bool((np.abs(own - real) <= rounding * np.abs(real)).all())
 
 
 def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:

@@ -39,11 +39,14 @@ class Shard:
       index: Position in the whole array; empty for the whole itself.
       values: The numbers, a NumPy array.
       first: Whether it is the first of its replicas, the one that counts in sums.
+      blocks: The index of each block, by the coordinates of the devices that hold it,
+        where the whole itself is divided.
     """
 
     index: tuple[slice, ...]
     values: np.ndarray
     first: bool = True
+    blocks: Mapping[str, tuple[slice, ...]] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -102,8 +105,32 @@ def held(leaf: ArrayLike) -> HeldArray:
             same.append(coordinates.get(shard.device, {DEVICE: str(shard.device)}))
     # If this process has all shards, one comparison of the whole says more.
     whole = leaf.is_fully_addressable
-    shards = (Shard((), np.asarray(leaf)),) if whole else tuple(found.values())
+    shards = tuple(found.values())
+    if whole:
+        blocks = _blocks(index_of, coordinates) if coordinates else {}
+        shards = (Shard((), np.asarray(leaf), blocks=blocks),)
     return HeldArray(leaf.dtype.name, leaf.shape, shards, replicas)
+
+
+def _blocks(
+    index_of: Mapping[jax.Device, tuple[slice, ...]],
+    coordinates: Mapping[jax.Device, Coordinates],
+) -> dict[str, tuple[slice, ...]]:
+    """The index of each block, by its coordinates along the axes that divide."""
+    holders: dict[str, list[Coordinates]] = {}
+    for device, index in index_of.items():
+        holders.setdefault(_written(index), []).append(coordinates[device])
+    axes = [
+        axis for axis in next(iter(coordinates.values()))
+        if len(holders) > 1
+        and len({x[axis] for x in coordinates.values()}) > 1
+        and all(len({x[axis] for x in own}) == 1 for own in holders.values())
+    ]  # fmt: skip
+    return {
+        ", ".join(_named(axis, coordinates[device][axis]) for axis in axes): index
+        for device, index in index_of.items()
+        if axes
+    }
 
 
 def _coordinates(array: jax.Array) -> dict[jax.Device, Coordinates]:

@@ -104,7 +104,7 @@ def attributed(
         why = f"its gradient is right; {_worst(rows, 'params', 'state')}"
         clip = _clip_of_state(found, moment)
         turns = "" if clip else _in_turns(updated, found, moment)
-        told = "; ".join(filter(None, (clip, turns, why)))
+        told = "; ".join(filter(None, (clip, turns, _decayed(found, moment), why)))
         parts.append((CLIPPING if clip else "optimizer update", told))
     else:
         parts.append(_inferred(rows, updated, found, moment))
@@ -315,8 +315,13 @@ def _of_gradient(
     }
     wrong = [path for path, ratio in ratios.items() if (ratio > 1).any()]
     if not wrong:
-        why = f"its optimizer state is right; {_worst(rows, 'params', 'state')}"
-        return "optimizer update", why
+        own = "optimizer state"
+        if any(within(path, "state") for path in failing):
+            own = next(iter(accumulators.values())).name
+        why = f"its {own} is right; {_worst(rows, 'params', 'state')}"
+        return "optimizer update", "; ".join(
+            filter(None, (_decayed(found, moment), why))
+        )
     if clip := clipped_in_parts(gradient, own, moment):
         return CLIPPING, f"{clip}; {_worst(rows, 'params', 'state')}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
@@ -570,6 +575,27 @@ def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
     if (np.abs(rest) <= width).all():
         return True
     return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
+
+
+def _decayed(found: Mapping[str, Any], moment: Moment) -> str:
+    """The decay that explains what is wrong in new parameters; empty if none does."""
+    wrong = [(np.zeros(0),) * 3]
+    for path in _floating(moment):
+        own = _whole(found.get(path)) if within(path, "params") else None
+        if own is not None and path in moment.before and own.shape:
+            extra = in_double(own) - in_double(moment.wanted[path])
+            width = _width(moment, path)
+            off = np.abs(extra) > width
+            wrong.append((extra[off], in_double(moment.before[path])[off], width[off]))
+    extra, params, width = map(np.concatenate, zip(*wrong, strict=True))
+    power = float(np.vdot(params, params).real)
+    # A single number is always a multiple of another.
+    if extra.size < 2 or not power:
+        return ""
+    rate = float(np.vdot(params, extra).real) / power
+    if not _fits(extra - rate * params, extra, width):
+        return ""
+    return f"as if {rate:.3g} times the parameters were added there (a weight decay)"
 
 
 def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:

@@ -26,7 +26,7 @@ from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecord, TapRecording
 from jdist.verify.tracing.reference import Passage, passages
 from jdist.verify.tracing.report import Difference, Trace, ranges
-from jdist.verify.tracing.search import Findings, search
+from jdist.verify.tracing.search import TOLD, Findings, search
 from jdist.verify.tracing.shares import example_gradients, shares
 
 NAME = "candidate"
@@ -35,9 +35,6 @@ WHOLES = (
     "no tapped value has an axis of examples, as far as can be seen: values are "
     "compared as wholes, and not those of parts of the batch"
 )
-
-TOLD = 4
-"""Number of groups of wrongly counted examples that are listed."""
 
 
 def trace(

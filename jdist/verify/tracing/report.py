@@ -90,7 +90,18 @@ class Trace:
         words = f"first difference: {self.difference}"
         if self.difference is None:
             words = "no tap differs"
-        return f"{UNCOMPARED}\n{words}" if UNCOMPARED in self.notes else words
+        if UNCOMPARED in self.notes:
+            return f"{UNCOMPARED}\n{words}"
+        beyond = self.difference and self.difference.direction in ("gradient", "loss")
+        return f"{self._compared()}\n{words}" if beyond and self.right else words
+
+    def _compared(self) -> str:
+        values = sum(name.startswith("forward ") for name in self.right)
+        cotangents = len(self.right) - values
+        told = f"values: {values}; cotangents, up to factors of examples: {cotangents}"
+        return (
+            f"all taps that were compared are right ({told}): the fault is behind them"
+        )
 
     def __str__(self) -> str:
         """A few lines: the place, what is right before it, the leaves, the notes."""

@@ -27,7 +27,10 @@ from jdist.verify.tracing.layout import Layout, finite_part
 from jdist.verify.tracing.mesh_parts import ValuePart, declared, divisions, part_of
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
-from jdist.verify.tracing.report import UNCOMPARED, Difference
+from jdist.verify.tracing.report import UNCOMPARED, Difference, ranges
+
+TOLD = 4
+"""Number of groups of wrongly counted examples that are listed."""
 
 ABSENT = "no such value is computed"
 
@@ -794,6 +797,7 @@ class _Backward:
         }
         others[passage.label] = expected
         told = _shares_told(_shares_of_heads(passage, known, expected, found))
+        told = told or _multiples(known, expected, found)
         ratio, words = _described(passage, others, found, allowed, known, told)
         return Difference("backward", passage.label, examples, ratio, words)
 
@@ -827,6 +831,23 @@ def _shares_of_heads(
         return {}
     counts = {n: float(x.real) for n, x in zip(parts, shares, strict=True)}
     return {name: count for name, count in counts.items() if abs(count - 1) > SHARE}
+
+
+def _multiples(rows: list[int], expected: np.ndarray, found: np.ndarray) -> str:
+    """How often each example's cotangent counts, if that is all that is wrong."""
+    factors = np.array(list(map(_fitted, expected, found)))
+    rest = np.linalg.norm(found - factors[:, None] * expected)
+    groups: dict[float, list[int]] = {}
+    for example, factor in zip(rows, factors.real, strict=True):
+        groups.setdefault(round(float(factor), 3) + 0.0, []).append(example)
+    # One number is always a multiple of another; several of one factor are no accident.
+    few = 1 < len(groups) <= max(2, len(rows) // 2)
+    if not few or not rest <= SHARE * np.linalg.norm(found - expected):
+        return ""
+    return "; ".join(
+        f"examples {ranges(tuple(own))} count {factor:g} times"
+        for factor, own in list(groups.items())[:TOLD]
+    )
 
 
 def _shares_told(shares: Mapping[str, float]) -> str:

@@ -329,6 +329,31 @@ def test_a_cotangent_must_keep_the_factor_of_the_last_tap(reference, tap):
     assert findings.right == RIGHT[: RIGHT.index(f"backward {tap}")]
 
 
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({0: 2, 3: 2, 5: 2}, "it is 2 times the reference"),
+        (
+            {0: 2, 3: 0.75, 4: 2, 5: 0.75},
+            "examples 0, 4 count 2 times; examples 3, 5 count 0.75 times",
+        ),
+        ({0: 2, 3: 0.75, 5: 3}, "its cosine with the reference is "),
+    ],
+)
+def test_examples_of_which_cotangents_count_otherwise_are_told(
+    reference, factors, words
+):
+    """In groups of one factor: of few examples, each may have one by accident."""
+    records = reference.trained()
+    for example, factor in factors.items():
+        times = of_example(reference, "second", example, lambda x, by=factor: by * x)
+        records = list(changed(records, "second", True, times))
+    difference = found(reference, records).difference
+    assert (difference.direction, difference.tap) == ("backward", "second")
+    assert difference.examples == tuple(factors)
+    assert f"; {words}" in difference.words
+
+
 def test_a_wrong_direction_at_the_last_tap_is_no_factor(reference):
     """There the factor is fitted, and explains a multiple only."""
 

@@ -15,7 +15,13 @@ from jdist.verify.tracing.fault_localization import (
     _partition,
     _scaled_before,
 )
-from jdist.verify.tracing.report import Difference, Trace, _list, ranges
+from jdist.verify.tracing.report import (
+    UNCOMPARED,
+    Difference,
+    Trace,
+    _list,
+    ranges,
+)
 from jdist.verify.tracing.search import Findings
 
 RIGHT = LeafReport("candidate", "b", "float32", (3,), 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -110,6 +116,29 @@ def test_the_error_of_a_trace_begins_with_the_place(difference, place):
     assert caught.value.__suppress_context__
     right = Trace(Report((RIGHT,)), None, ())
     assert right.raise_if_failed() is right
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "gradient", "loss"])
+def test_a_fault_that_no_tap_shows_is_said_to_be_behind_them(direction):
+    """In the first sentence; not where a tap shows it, or none was compared."""
+    place = Difference(direction, "w", (), 4.0, "off")
+    seen = ("forward a", "forward b", "backward b")
+    first = (
+        "all taps that were compared are right (values: 2; cotangents, up to factors "
+        "of examples: 1): the fault is behind them"
+    )
+    behind = direction in ("gradient", "loss")
+    report = Report((RIGHT, WRONG))
+    for right, notes, said in (
+        (seen, (), [first] if behind else []),
+        ((), (), []),
+        ((), (UNCOMPARED,), [UNCOMPARED]),
+    ):
+        trace = Trace(report, place, right, notes)
+        lines = [*said, f"first difference: {place}"]
+        assert str(trace).splitlines()[1 : len(lines) + 1] == lines
+        with pytest.raises(VerificationError, match=re.escape("\n".join(lines))):
+            trace.raise_if_failed()
 
 
 # --- shares of examples ---
