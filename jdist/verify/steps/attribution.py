@@ -104,7 +104,9 @@ def attributed(
         why = f"its gradient is right; {_worst(rows, 'params', 'state')}"
         clip = _clip_of_state(found, moment)
         turns = "" if clip else _in_turns(updated, found, moment)
-        told = "; ".join(filter(None, (clip, turns, _decayed(found, moment), why)))
+        multiples = _multiples(updated, found, moment)
+        told = clip, turns, multiples, _decayed(found, moment), why
+        told = "; ".join(filter(None, told))
         parts.append((CLIPPING if clip else "optimizer update", told))
     else:
         parts.append(_inferred(rows, updated, found, moment))
@@ -276,7 +278,9 @@ def _inferred(
     moment: Moment,
 ) -> tuple[str, str]:
     """The part, and why, from the optimizer's state alone."""
-    unknown = (UNKNOWN, f"{_worst(rows, 'params', 'state')}. {SHOW}")
+    why = f"{_worst(rows, 'params', 'state')}. {SHOW}"
+    multiples = _multiples(failing, found, moment)
+    unknown = (UNKNOWN, f"{multiples}; {why}" if multiples else why)
     whole = {path: _whole(leaf) for path, leaf in found.items()}
     # No gradient can be read off leaves of other shapes or of other processes.
     if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
@@ -318,10 +322,9 @@ def _of_gradient(
         own = "optimizer state"
         if any(within(path, "state") for path in failing):
             own = next(iter(accumulators.values())).name
-        why = f"its {own} is right; {_worst(rows, 'params', 'state')}"
-        return "optimizer update", "; ".join(
-            filter(None, (_decayed(found, moment), why))
-        )
+        told = f"its {own} is right", _decayed(found, moment)
+        worst = _worst(rows, "params", "state")
+        return "optimizer update", "; ".join(filter(None, (*told, worst)))
     if clip := clipped_in_parts(gradient, own, moment):
         return CLIPPING, f"{clip}; {_worst(rows, 'params', 'state')}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
@@ -575,6 +578,24 @@ def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
     if (np.abs(rest) <= width).all():
         return True
     return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
+
+
+def _multiples(failing: list[str], found: Mapping[str, Any], moment: Moment) -> str:
+    """The factors of the steps of wrong parameters, in words, if that is all."""
+    groups: dict[str, list[str]] = {}
+    for path in (path for path in failing if within(path, "params")):
+        leaf = _whole(found[path])
+        if not _alike(leaf, moment.wanted[path]) or path not in moment.moves:
+            return ""
+        way, move = in_double(leaf) - moment.before[path], moment.moves[path]
+        factor = float(np.vdot(move, way).real) / (float(np.vdot(move, move).real) or 1)
+        if not _fits(way - factor * move, way - move, _width(moment, path)):
+            return ""
+        groups.setdefault(f"{factor:.3g}", []).append(bare(path))
+    if sum(map(len, groups.values())) < 2:
+        return ""  # It says so itself.
+    each = (f"{x} times the reference's in {', '.join(p)}" for x, p in groups.items())
+    return f"its step is {' and '.join(each)}"
 
 
 def _decayed(found: Mapping[str, Any], moment: Moment) -> str:

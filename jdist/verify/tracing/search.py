@@ -838,15 +838,18 @@ def _multiples(rows: list[int], expected: np.ndarray, found: np.ndarray) -> str:
     factors = np.array(list(map(_fitted, expected, found)))
     rest = np.linalg.norm(found - factors[:, None] * expected)
     groups: dict[float, list[int]] = {}
-    for example, factor in zip(rows, factors.real, strict=True):
-        groups.setdefault(round(float(factor), 3) + 0.0, []).append(example)
+    counts: dict[float, float] = {}
+    for example, factor in zip(rows, factors.real.tolist(), strict=True):
+        label = round(factor, 3)
+        groups.setdefault(label, []).append(example)
+        counts.setdefault(label, round(factor, 4) + 0.0)
     # One number is always a multiple of another; several of one factor are no accident.
     few = 1 < len(groups) <= max(2, len(rows) // 2)
     if not few or not rest <= SHARE * np.linalg.norm(found - expected):
         return ""
     return "; ".join(
-        f"examples {ranges(tuple(own))} count {factor:g} times"
-        for factor, own in list(groups.items())[:TOLD]
+        f"examples {ranges(tuple(own))} count {counts[label]:g} times"
+        for label, own in list(groups.items())[:TOLD]
     )
 
 
