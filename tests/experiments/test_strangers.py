@@ -528,3 +528,58 @@ def test_each_other_stranger_is_judged(steps, name):
             assert verdict.word == "right"
     if name in OVERS:
         assert verdicts[0].findings[2].factor == pytest.approx(2 / 3, rel=1e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_a_mixture_counts_its_load_loss_for_each_micro_batch(tmp_path):
+    """The library's own model, with one micro-batch three times: torch's gradient of
+    its loss has three times too much of what the load loss adds."""
+    if missing := trial.absent("huggingface_trainer"):
+        pytest.skip(f"{', '.join(missing)} not installed: {trial.INSTALL}")
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=3,
+        num_experts_per_tok=2, output_router_logits=True,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    tokens = torch.randint(1, 13, (4, 9))
+
+    def gradient():
+        """A copy of each leaf, in float64."""
+        return {
+            name: np.asarray(leaf.grad.numpy(), np.float64)
+            for name, leaf in model.named_parameters()
+        }
+
+    def with_load_loss(factor):
+        model.router_aux_loss_coef = factor
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return gradient()
+
+    none, once = with_load_loss(0.0), with_load_loss(0.5)
+
+    class Reader(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            self.shown = gradient()
+
+    reader = Reader()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4,
+        gradient_accumulation_steps=3, num_train_epochs=1, optim="sgd",
+        train_sampling_strategy="sequential", max_grad_norm=0.0, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for _ in range(3) for row in tokens]
+    model.zero_grad()
+    transformers.Trainer(
+        model, arguments, train_dataset=data, callbacks=[reader]
+    ).train()
+    for name, leaf in once.items():
+        thrice = none[name] + 3 * (leaf - none[name])
+        np.testing.assert_allclose(reader.shown[name], thrice, rtol=1e-4, atol=1e-6)
+    router = "model.layers.0.mlp.gate.weight"
+    assert np.abs(once[router] / none[router] - 1).max() > 0.1

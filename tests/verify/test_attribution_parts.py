@@ -352,6 +352,28 @@ def test_a_decay_of_parameters_or_of_some_rows_is_told(composed, rows_of_w):
     assert why == f"{told}; its gradient is right; params/w: params/w is off"
 
 
+def test_copies_of_the_parameters_that_were_made_anew_are_told():
+    """As where a step begins at rounded parameters, and not at its float32 copies."""
+    rng = np.random.default_rng(3)
+    kept = {"b": rng.normal(size=5), "w": rng.normal(size=(7, 2))}
+    gradient = {name: rng.normal(size=leaf.shape) for name, leaf in kept.items()}
+    rounded = jax.tree.map(lambda x: np.round(x, 2), kept)
+
+    def update(params, gradient, copies):
+        copies = jax.tree.map(lambda p, g: p - RATE * g, copies, gradient)
+        return jax.tree.map(lambda x: 1.0 * x, copies), copies
+
+    own = composed_of(update, (rounded, gradient, kept))
+    moves = {p: own.wanted[p] - own.before[p] for p in own.before}
+    own = own._replace(moves=moves)
+    part, why = inferred(own, shown(*update(rounded, gradient, rounded)))
+    assert part == "optimizer update"
+    told = "as if state/b, state/w were made anew of the parameters; params/"
+    assert why.startswith(told)
+    other = update(rounded, gradient, {**kept, "w": 0.99 * kept["w"]})
+    assert "made anew" not in inferred(own, shown(*other))[1]
+
+
 def test_the_factors_of_wrong_steps_are_told(composed):
     """Where all that is wrong with them is one for each leaf, as of clips in parts."""
     own, (params, gradient, buffer) = composed

@@ -289,8 +289,10 @@ def _inferred(
             return unknown
         why = f"its step is that of about {factor:.3g} times the gradient"
         return "gradient", f"{why}; {_worst(rows, 'params')}"
-    if turns := _in_turns(failing, whole, moment):
-        return "optimizer update", f"{turns}; {_worst(rows, 'params', 'state')}"
+    if told := (
+        _made_anew(failing, whole, moment) or _in_turns(failing, whole, moment)
+    ):
+        return "optimizer update", f"{told}; {_worst(rows, 'params', 'state')}"
     fixed = [p for p in failing if moment.limits[p] is None]
     if fixed:
         why = f"{fixed[0]}, which does not depend on the gradient, is wrong"
@@ -596,6 +598,22 @@ def _multiples(failing: list[str], found: Mapping[str, Any], moment: Moment) -> 
         return ""  # It says so itself.
     each = (f"{x} times the reference's in {', '.join(p)}" for x, p in groups.items())
     return f"its step is {' and '.join(each)}"
+
+
+def _made_anew(failing: list[str], found: Mapping[str, Any], moment: Moment) -> str:
+    """The wrong copies of the parameters that were made of them again, in words."""
+    states = [path for path in failing if within(path, "state")]
+    for path in states:
+        params = (p for p in moment.moves if within(p, "params"))
+        own = next((p for p in params if path.endswith(f"/{bare(p)}")), path)
+        if path not in moment.moves or moment.moves[own].shape != found[path].shape:
+            return ""
+        apart = in_double(moment.before[own]) - in_double(moment.before[path])
+        error = in_double(found[path]) - in_double(moment.wanted[path])
+        if not apart.any() or not _fits(error - apart, error, _width(moment, path)):
+            return ""
+    told = ", ".join(states[:TOLD])
+    return f"as if {told} were made anew of the parameters" if states else ""
 
 
 def _decayed(found: Mapping[str, Any], moment: Moment) -> str:
