@@ -292,9 +292,10 @@ class Reference:
         """A gradient, clipped by the norm of the whole, of each leaf, or not."""
         if self.step.clip is None or by == "never":
             return gradient
-        norms = {name: np.linalg.norm(leaf) for name, leaf in gradient.items()}
+        norms = {x: float(np.linalg.norm(leaf)) for x, leaf in gradient.items()}
         if by == "whole":
-            norms = dict.fromkeys(norms, np.linalg.norm(list(norms.values())))
+            whole = float(np.linalg.norm(list(norms.values())))
+            norms = dict.fromkeys(norms, whole)
         limit = self.step.clip
         return {
             name: leaf * np.float32(limit / max(limit, norms[name]))

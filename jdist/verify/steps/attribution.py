@@ -105,8 +105,8 @@ def attributed(
         clip = _clip_of_state(found, moment)
         turns = "" if clip else _in_turns(updated, found, moment)
         multiples = _multiples(updated, found, moment)
-        told = clip, turns, multiples, _decayed(found, moment), why
-        told = "; ".join(filter(None, told))
+        words = clip, turns, multiples, _decayed(found, moment), why
+        told = "; ".join(filter(None, words))
         parts.append((CLIPPING if clip else "optimizer update", told))
     else:
         parts.append(_inferred(rows, updated, found, moment))
@@ -321,12 +321,12 @@ def _of_gradient(
     }
     wrong = [path for path, ratio in ratios.items() if (ratio > 1).any()]
     if not wrong:
-        own = "optimizer state"
+        right = "optimizer state"
         if any(within(path, "state") for path in failing):
-            own = next(iter(accumulators.values())).name
-        told = f"its {own} is right", _decayed(found, moment)
+            right = next(iter(accumulators.values())).name
+        words = f"its {right} is right", _decayed(found, moment)
         worst = _worst(rows, "params", "state")
-        return "optimizer update", "; ".join(filter(None, (*told, worst)))
+        return "optimizer update", "; ".join(filter(None, (*words, worst)))
     if clip := clipped_in_parts(gradient, own, moment):
         return CLIPPING, f"{clip}; {_worst(rows, 'params', 'state')}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
@@ -587,16 +587,22 @@ def _multiples(failing: list[str], found: Mapping[str, Any], moment: Moment) -> 
     groups: dict[str, list[str]] = {}
     for path in (path for path in failing if within(path, "params")):
         leaf = _whole(found[path])
-        if not _alike(leaf, moment.wanted[path]) or path not in moment.moves:
+        if path not in moment.moves or not _alike(leaf, moment.moves[path]):
             return ""
+        assert leaf is not None, "it is like its step"
         way, move = in_double(leaf) - moment.before[path], moment.moves[path]
         factor = float(np.vdot(move, way).real) / (float(np.vdot(move, move).real) or 1)
         if not _fits(way - factor * move, way - move, _width(moment, path)):
             return ""
         groups.setdefault(f"{factor:.3g}", []).append(bare(path))
-    if sum(map(len, groups.values())) < 2:
-        return ""  # It says so itself.
-    each = (f"{x} times the reference's in {', '.join(p)}" for x, p in groups.items())
+    # One leaf says so itself; and many factors are no parts.
+    if sum(map(len, groups.values())) < 2 or len(groups) > TOLD:
+        return ""
+    each = (
+        f"{x} times the reference's in {', '.join(p[:TOLD])}"
+        + (f" and {len(p) - TOLD} more" if len(p) > TOLD else "")
+        for x, p in groups.items()
+    )
     return f"its step is {' and '.join(each)}"
 
 

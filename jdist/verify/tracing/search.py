@@ -796,19 +796,25 @@ class _Backward:
             if p.backward is not None
         }
         others[passage.label] = expected
-        told = _shares_told(_shares_of_heads(passage, known, expected, found))
+        begins = all(self.origin.get(e) == place for e in known)
+        told = _shares_told(_shares_of_heads(passage, known, expected, found, begins))
         told = told or _multiples(known, expected, found)
         ratio, words = _described(passage, others, found, allowed, known, told)
         return Difference("backward", passage.label, examples, ratio, words)
 
 
 def _shares_of_heads(
-    passage: Passage, rows: list[int], expected: np.ndarray, found: np.ndarray
+    passage: Passage,
+    rows: list[int],
+    expected: np.ndarray,
+    found: np.ndarray,
+    begins: bool = False,
 ) -> dict[str, float]:
     """How often a cotangent counts what comes through scalar values; empty if not so.
 
     With the parts g_h that come through each of them and the rest g_0, a cotangent that
-    is wrong in this way alone is g_0 + sum_h c_h g_h; those of c_h that are not 1.
+    is wrong in this way alone is g_0 + sum_h c_h g_h; those of c_h that are not 1. If
+    the trainer's own factor begins here, it is c_0 g_0 + ...; those of c_h / c_0.
     """
     assert passage.backward is not None, "a cotangent is wrong"
     each = passage.backward.values[rows]
@@ -819,18 +825,32 @@ def _shares_of_heads(
     parts = {name: x for name, x in parts.items() if x.any()}
     if not parts or not np.isfinite(found).all():
         return {}
-    rest = expected - sum(parts.values())
-    sizes = np.array([np.linalg.norm(x) for x in parts.values()])
-    matrix = np.stack([x.ravel() for x in parts.values()], 1) / sizes
-    shares, _, _, singular = np.linalg.lstsq(matrix, (found - rest).ravel())
-    shares = shares / sizes
-    # What is left of the error has to be small, and the parts have to be unlike.
-    error = np.linalg.norm(found - expected)
-    left = np.linalg.norm(found - rest - sum(map(np.multiply, shares, parts.values())))
-    if left > SHARE * error or singular[-1] < SHARE:
+    error = float(np.linalg.norm(found - expected))
+    own = expected - sum(parts.values())
+    shares = _solved(list(parts.values()), found - own, error)
+    if shares is None and begins:
+        # Their factor was fitted to what is wrong: that of the rest is unknown, too.
+        parts = {name: passage.through[name][rows] for name in parts}
+        own = each - sum(parts.values())
+        shares = _solved([own, *parts.values()], found, error) if own.any() else None
+        shares = None if shares is None or not shares[0] else shares[1:] / shares[0]
+    if shares is None:
         return {}
     counts = {n: float(x.real) for n, x in zip(parts, shares, strict=True)}
     return {name: count for name, count in counts.items() if abs(count - 1) > SHARE}
+
+
+def _solved(
+    parts: list[np.ndarray], wanted: np.ndarray, error: float
+) -> np.ndarray | None:
+    """The multiples of parts that add up to an array; None if none do."""
+    sizes = np.array([np.linalg.norm(x) for x in parts])
+    matrix = np.stack([x.ravel() for x in parts], 1) / sizes
+    shares, _, _, singular = np.linalg.lstsq(matrix, wanted.ravel())
+    # What is left of the error has to be small, and the parts have to be unlike.
+    left = np.linalg.norm(matrix @ shares - wanted.ravel())
+    found: np.ndarray = shares / sizes
+    return None if left > SHARE * error or singular[-1] < SHARE else found
 
 
 def _multiples(rows: list[int], expected: np.ndarray, found: np.ndarray) -> str:

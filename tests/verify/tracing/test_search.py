@@ -642,6 +642,20 @@ def test_the_loss_that_counts_wrongly_is_named(rng, scale, factors, words):
     assert difference.difference.words.endswith(f"; {words}")
 
 
+@pytest.mark.parametrize("scale", [1.0, -3.0])
+def test_a_loss_counts_in_units_of_the_rest_where_no_later_tap_has_a_factor(rng, scale):
+    """The examples' factor is then unknown; with a later tap it is not."""
+    passages, trained = through_heads(rng)
+    every = np.ones(EXAMPLES, bool)
+    records = [r for r in trained((2, 6, 2), scale) if r.name == "router"]
+    words = search(passages[:1], records, every).difference.words
+    assert words.endswith("; its part through load loss is 3 times the reference")
+    right = [r for r in trained((2, 2, 2), scale) if r.name == "router"]
+    assert search(passages[:1], right, every).difference is None
+    words = search(passages, trained((1.5, 1, 1), scale), every).difference.words
+    assert "through" not in words
+
+
 @pytest.mark.parametrize("factors", [(1, 1, 1), (1.5, 1, 1), (1, 0.5, 1)])
 def test_no_loss_is_blamed_for_another_mistake(rng, factors):
     passages, trained = through_heads(rng)
