@@ -624,36 +624,30 @@ def _made_anew(failing: list[str], found: Mapping[str, Any], moment: Moment) -> 
 
 def _decayed(found: Mapping[str, Any], moment: Moment) -> str:
     """The decay that explains what is wrong in new parameters; empty if none does."""
-    wrong = [(np.zeros(0),) * 3]
+    added = {}
     for path in _floating(moment):
         own = _whole(found.get(path)) if within(path, "params") else None
-        if own is not None and path in moment.before and own.shape:
+        if own is not None and path in moment.before:
             extra = in_double(own) - in_double(moment.wanted[path])
-            width = _width(moment, path)
-            off = np.abs(extra) > width
-            wrong.append((extra[off], in_double(moment.before[path])[off], width[off]))
-    extra, params, width = map(np.concatenate, zip(*wrong, strict=True))
-    power = float(np.vdot(params, params).real)
-    # A single number is always a multiple of another.
-    if extra.size < 2 or not power:
-        return ""
-    rate = float(np.vdot(params, extra).real) / power
-    if not _fits(extra - rate * params, extra, width):
-        return ""
-    return f"as if {rate:.3g} times the parameters were added there (a weight decay)"
+            added[path] = np.where(np.abs(extra) > _width(moment, path), extra, 0)
+    rate = _decay(added, moment) if added else None
+    told = "times the parameters were added there (a weight decay)"
+    return "" if rate is None else f"as if {rate:.3g} {told}"
 
 
 def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
-    """The multiple of the parameters that was added to a gradient, if that is all."""
-    factors = []
-    for path, extra in added.items():
-        params = in_double(moment.before[path.replace("gradient", "params", 1)])
-        power = float(np.vdot(params, params).real)
-        if params.size < 2 or power == 0:
-            return None
-        factor = float(np.vdot(params, extra).real) / power
-        if np.linalg.norm(extra - factor * params) > REST * np.linalg.norm(extra):
-            return None
-        factors.append(factor)
+    """The multiple of the parameters that was added to some entries, if that is all."""
     # A decay has one rate for all leaves.
-    return factors[0] if np.allclose(factors, factors[0], rtol=REST) else None
+    pairs = [
+        (extra[extra != 0], in_double(moment.before[own])[extra != 0])
+        for path, extra in added.items()
+        for own in [path.replace("gradient", "params", 1)]
+    ]
+    extra, params = map(np.concatenate, zip(*pairs, strict=True))
+    power = float(np.vdot(params, params).real)
+    # A single number is always a multiple of another.
+    if extra.size < 2 or not power:
+        return None
+    rate = float(np.vdot(params, extra).real) / power
+    fits = np.linalg.norm(extra - rate * params) <= REST * np.linalg.norm(extra)
+    return rate if fits else None

@@ -25,8 +25,8 @@ from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_devic
 from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecord, TapRecording
 from jdist.verify.tracing.reference import Passage, passages
-from jdist.verify.tracing.report import Difference, Trace, ranges
-from jdist.verify.tracing.search import TOLD, Findings, search
+from jdist.verify.tracing.report import TOLD, Difference, Trace, counts_told, ranges
+from jdist.verify.tracing.search import Findings, search
 from jdist.verify.tracing.shares import example_gradients, shares
 
 NAME = "candidate"
@@ -345,10 +345,7 @@ def _of_shares(
     # Sorted, because calls arrive in any order.
     odd = sorted((g, s) for g, s in zip(groups, found, strict=True) if s != 1)
     examples = tuple(sorted(e for group, _ in odd for e in group))
-    told = "; ".join(
-        f"examples {ranges(group)} count {round(share, 4) + 0.0:g} times"
-        for group, share in odd[:TOLD]
-    )
+    told = counts_told(odd)
     # All shares alike are one wrong factor, not a list of wrong examples.
     if len(odd) == len(groups) and len({round(s, 3) for _, s in odd}) == 1:
         told = f"all examples count {round(found[0], 4):g} times"

@@ -1,5 +1,6 @@
 """The report of a trace: the verdict on the gradient, and the first wrong value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdist._errors import VerificationError
@@ -7,6 +8,9 @@ from jdist.verify.report import Report
 
 UNCOMPARED = "no tap could be compared, so that none is known to be right"
 """The note that a report begins with, because the place is then no more than a leaf."""
+
+TOLD = 4
+"""Number of groups of wrongly counted examples, or of leaves, that are listed."""
 
 SHOWN = 6
 """Number of names that a list shows before it is abridged."""
@@ -132,6 +136,14 @@ def _list(names: list[str] | tuple[str, ...]) -> str:
     half = SHOWN // 2
     middle = f"... ({len(names) - SHOWN} more) ..."
     return ", ".join([*names[:half], middle, *names[-half:]])
+
+
+def counts_told(groups: Sequence[tuple[Sequence[int], float]]) -> str:
+    """How often the examples of the first few groups count."""
+    return "; ".join(
+        f"examples {ranges(tuple(own))} count {round(share, 4) + 0.0:g} times"
+        for own, share in groups[:TOLD]
+    )
 
 
 def ranges(numbers: tuple[int, ...]) -> str:

@@ -27,10 +27,7 @@ from jdist.verify.tracing.layout import Layout, finite_part
 from jdist.verify.tracing.mesh_parts import ValuePart, declared, divisions, part_of
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
-from jdist.verify.tracing.report import UNCOMPARED, Difference, ranges
-
-TOLD = 4
-"""Number of groups of wrongly counted examples that are listed."""
+from jdist.verify.tracing.report import UNCOMPARED, Difference, counts_told
 
 ABSENT = "no such value is computed"
 
@@ -858,18 +855,14 @@ def _multiples(rows: list[int], expected: np.ndarray, found: np.ndarray) -> str:
     factors = np.array(list(map(_fitted, expected, found)))
     rest = np.linalg.norm(found - factors[:, None] * expected)
     groups: dict[float, list[int]] = {}
-    counts: dict[float, float] = {}
-    for example, factor in zip(rows, factors.real.tolist(), strict=True):
-        label = round(factor, 3)
-        groups.setdefault(label, []).append(example)
-        counts.setdefault(label, round(factor, 4) + 0.0)
+    for place, factor in enumerate(factors.real.tolist()):
+        groups.setdefault(round(factor, 3), []).append(place)
     # One number is always a multiple of another; several of one factor are no accident.
     few = 1 < len(groups) <= max(2, len(rows) // 2)
     if not few or not rest <= SHARE * np.linalg.norm(found - expected):
         return ""
-    return "; ".join(
-        f"examples {ranges(tuple(own))} count {counts[label]:g} times"
-        for label, own in list(groups.items())[:TOLD]
+    return counts_told(
+        [([rows[i] for i in own], factors[own[0]].real) for own in groups.values()]
     )
 
 
