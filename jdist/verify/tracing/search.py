@@ -386,6 +386,7 @@ def _wrong_values(
     examples = tuple(missing) if passage.layout.axis is not None else ()
     if passage.decides:
         rows = _in_order(aligned, place, orders)
+        rows = {e: r for e, r in rows.items() if e in missing}
     else:
         rows = _assigned(passage, aligned, place, missing, orders)
     if not rows:

@@ -64,15 +64,15 @@ def test_a_route_within_rounding_is_taken_and_a_clear_one_is_named(tied):
     assert other.ok, str(other)
     assert other.difference is None
     assert note in other.notes
-    for turned in ([9], [9, TIED]):
-        found = judge(micro(x[jnp.array(turned), -1]))
+    for clear, *others in ([9], [9, TIED], [20, TIED]):
+        found = judge(micro(x[jnp.array([clear, *others]), -1]))
         assert not found.ok
         difference = found.difference
         assert (difference.direction, difference.tap) == ("forward", "route"), str(
             found
         )
-        assert difference.examples == (9,)
-        assert "expected " in difference.words
+        assert difference.examples == (clear,)
+        assert f"of example {clear};" in difference.words
     # The choice is right, and what comes behind it is wrong.
     sign = judge(micro([x[TIED, -1]], -1.0))
     assert sign.report.failures
