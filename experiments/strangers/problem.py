@@ -6,7 +6,7 @@ differ except those of the tied leaf's two uses, tokens are weighted, and micro-
 differ.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -267,20 +267,22 @@ class Reference:
           gradient: The gradient by parameter.
         """
 
-        def losses(params: Any, batch: Any) -> jax.Array:
-            inputs, targets, shares = batch
-            dtype = jnp.bfloat16
-            own = token_losses(params, inputs, targets, self.smoothing, dtype=dtype)
-            return jnp.sum(shares * own, -1)
-
         def candidate(params: Any, batch: Any) -> Any:
-            return jnp.sum(losses(params, batch)), dict(gradient)
+            return jnp.sum(self._losses_in_bfloat16(params, batch)), dict(gradient)
 
         batch = rule.inputs, self.step.whole.targets, rule.shares
-        params = dict(self.step.params)
-        return verify.gradients(
-            losses, params, batch, {"candidate": candidate}, reduction="sum"
-        )
+        params, candidates = dict(self.step.params), {"candidate": candidate}
+        # `check_oracle` has the finite differences.
+        return self._judge(params, batch, candidates, finite_differences=False)
+
+    @cached_property
+    def _judge(self) -> Callable[..., verify.Report]:
+        return verify.gradients_judge(self._losses_in_bfloat16, reduction="sum")
+
+    def _losses_in_bfloat16(self, params: Any, batch: Any) -> jax.Array:
+        inputs, targets, shares = batch
+        options = {"smoothing": self.smoothing, "dtype": jnp.bfloat16}
+        return jnp.sum(shares * token_losses(params, inputs, targets, **options), -1)
 
     def _gradient(self, rule: "Rule", shares: np.ndarray) -> dict[str, np.ndarray]:
         options = self.smoothing, rule.auxiliary * self.step.auxiliary
