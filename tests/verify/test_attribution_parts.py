@@ -67,7 +67,8 @@ SHOWN = {
             ["params/w", "state/mu/w"],
             [(
                 "optimizer update",
-                "its gradient is right; params/w: params/w is off",
+                "its gradient is right; params/w: params/w is off; "
+                "also wrong: state/mu/w",
             )],
         ),
         (
@@ -150,17 +151,20 @@ OF_BATCH = {path: path not in ("opt_state/0/count", "rng") for path in WHOLE}
         (
             ["params/b", "params/w"],
             "optimizer update",
-            "its optimizer state is right; params/b: params/b is off",
+            "its optimizer state is right; params/b: params/b is off; "
+            "also wrong: params/w",
         ),
         (
             ["params/w", "opt_state/0/mu/w"],
             UNKNOWN,
-            f"opt_state/0/mu/w: opt_state/0/mu/w is off. {COMPOSE}",
+            f"opt_state/0/mu/w: opt_state/0/mu/w is off; also wrong: params/w. "
+            f"{COMPOSE}",
         ),
         (
             ["params/w", "opt_state/0/mu/b"],
             UNKNOWN,
-            f"opt_state/0/mu/b: opt_state/0/mu/b is off. {COMPOSE}",
+            f"opt_state/0/mu/b: opt_state/0/mu/b is off; also wrong: params/w. "
+            f"{COMPOSE}",
         ),
     ],
 )
@@ -401,7 +405,8 @@ def test_a_state_that_no_gradient_explains_leaves_it_open(composed):
     after, state = momentum(params, gradient | {"w": 2 * gradient["w"]}, buffer)
     found = shown(after | {"w": after["w"] + 0.3 * after["w"][::-1]}, state)
     part, why = inferred(own, found)
-    assert (part, why) == (UNKNOWN, f"params/w: params/w is off. {SHOW}")
+    told = f"params/w: params/w is off; also wrong: state/w. {SHOW}"
+    assert (part, why) == (UNKNOWN, told)
     # To a hundredth of what is to be explained it is rounding of the trainer.
     nearly = shown(after | {"w": after["w"] + 1e-5 * after["w"][::-1]}, state)
     assert inferred(own, nearly)[0] == "gradient"

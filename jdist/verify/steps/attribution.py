@@ -42,7 +42,7 @@ COMPOSE = (
     "optimizer's update, says which"
 )
 TOLD = 4
-"""How many right values are listed."""
+"""How many right values, or wrong leaves, are listed."""
 
 UNKNOWN = "gradient or optimizer update"
 CLIPPING = "gradient clipping"
@@ -243,8 +243,9 @@ def within(path: str, part: str) -> bool:
 
 def _worst(rows: Sequence[LeafReport], *parts: str) -> str:
     own = (r for r in rows if r.problem and any(within(r.path, p) for p in parts))
-    row = worst_first(own)[0]
-    return f"{row.path}: {row.problem}"
+    row, *others = worst_first(own)
+    also = ", ".join(other.path for other in others[:TOLD])
+    return f"{row.path}: {row.problem}" + (f"; also wrong: {also}" if also else "")
 
 
 def _clip_of_shown(found: Mapping[str, Any], moment: Moment) -> str:
