@@ -118,7 +118,8 @@ def _narrow(reference: np.ndarray, found: np.ndarray) -> str:
         for by in range(1, (DIVISOR if near else 0) + 1, 2):
             fits = partial(_fits, by, dtype)
             if fits(b[:BEGINNING]) and fits(b) and not fits(a):
-                told = f"{dtype.name} numbers" + (f", divided by {by}" if by > 1 else "")
+                divided = f", divided by {by}" if by > 1 else ""
+                told = f"{dtype.name} numbers{divided}"
                 return told if np.unique(b[b != 0]).size >= ENTRIES else ""
     return ""
 
