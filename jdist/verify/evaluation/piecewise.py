@@ -213,13 +213,14 @@ class Pieces:
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
         cut = functools.partial(_cut, equations, self._inputs, self._results)
-        self._pieces, count = cut(_ALONE), len(equations)
+        extremes = _EXTREMES if any(map(_compares, equations)) else frozenset()
+        self._pieces, count = cut(_ALONE | extremes), len(equations)
         short = count <= min(FEW_EQUATIONS, MANY * len(self._pieces))
         whole = self.largest <= FEW_ENTRIES and (
             short or _unlike(self._pieces) > UNLIKE * count
         )
         if whole:
-            self._pieces = cut(_APART)
+            self._pieces = cut(_APART | extremes)
         self.tiny = whole and self.largest <= TINY
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
@@ -526,6 +527,14 @@ def _shows(equation: Equation) -> bool:
     return any(x.primitive.name == "tap" for x in _all(equation.own))
 
 
+def _compares(equation: Equation) -> bool:
+    """Whether it compares floating numbers for equality."""
+    own = equation.own
+    return own.primitive.name == "eq" and all(
+        jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in own.invars
+    )
+
+
 # Equations that always stand alone.
 _APART = frozenset({"stop_gradient", "tap"})
 
@@ -534,6 +543,13 @@ _ALONE = _APART | {
     "dot_general", "conv_general_dilated", "scatter-add", "gather", "scan", "while",
     "cond", "sort", "top_k", "custom_linear_solve",
 }  # fmt: skip
+
+# Likewise where their results are compared for equality, as in their derivatives: XLA
+# may compute what they take a second time, with another rounding, and nothing is equal.
+_EXTREMES = frozenset({
+    "max", "min", "reduce_max", "reduce_min", "cummax", "cummin", "reduce_window_max",
+    "reduce_window_min",
+})  # fmt: skip
 
 _DECIDING = frozenset({"sort", "top_k", "cond", "while"})
 
@@ -562,7 +578,7 @@ def _cut(
         else:
             groups[-1][0].append(equation)
         together = not alone
-    if singly is _ALONE:
+    if singly >= _ALONE:
         groups = [(part, decides) for x, decides in groups for part in _divided(x)]
     last: dict[InlinedVariable, int] = {}
     for number, (group, _) in enumerate(groups):
