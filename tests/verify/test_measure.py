@@ -228,6 +228,30 @@ def test_bfloat16_is_seen_through(rng):
     assert "sums of bfloat16 are taken to be accumulated in float32" in report.notes
 
 
+def test_what_a_maximum_takes_is_computed_once(rng):
+    """XLA may round it otherwise for the comparison in the derivative: nothing is equal.
+
+    Then the derivative is 0 / 0 in a draw, and the leaf without a bound.
+    """
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def losses(p, x):
+        h = jax.lax.conv_general_dilated(
+            x, p["kernel"], (1, 1), "SAME", dimension_numbers=numbers
+        )
+        h = jax.nn.relu(h + p["bias"][None, None, None])
+        pooled = h.reshape(len(h), 3, 2, 3, 2, -1).max((2, 4)).reshape(len(h), -1)
+        return ((pooled @ p["readout"]) ** 2).sum(-1)
+
+    shapes = {"kernel": (3, 3, 2, 4), "bias": (4,), "readout": (36, 3)}
+    params = {k: jnp.asarray(rng.normal(size=s) / 4, BF16) for k, s in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(19, 6, 6, 2)), BF16)
+    report = verify.gradients(losses, params, x, {"alone": one_by_one(losses)})
+    assert report.ok, str(report)
+    wrong = verify.gradients(losses, params, x, wrong_ones(losses, params, x))
+    assert len({row.candidate for row in wrong.failures}) == 4
+
+
 def test_accumulation_in_sixteen_bits_has_to_be_said(rng):
     """A running sum of 400 bfloat16 numbers loses several per cent."""
     losses = lambda w, x: w * x  # noqa: E731
