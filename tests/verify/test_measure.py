@@ -229,7 +229,7 @@ def test_bfloat16_is_seen_through(rng):
 
 
 def test_what_a_maximum_takes_is_computed_once(rng):
-    """XLA may round it otherwise for the comparison in the derivative: nothing is equal.
+    """XLA may round it otherwise where the derivative compares: nothing is equal.
 
     Then the derivative is 0 / 0 in a draw, and the leaf without a bound.
     """
