@@ -65,6 +65,7 @@ USES = (
         way=f"DataParallel on {REPLICAS} devices, weights as sample_weight",
         claim="the mean over all positions of the whole batch, padding included",
         show=lambda step: fitted(step, "sum_over_batch_size"),
+        documented="As with `mean_with_sample_weight`.",
         divisor="positions",
     ),
 )

@@ -1,6 +1,7 @@
 """The verdicts as tables, as a picture and as a page."""
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,9 @@ STYLES = {
     "not offered": ("dim", "#eeeeee"),
 }
 """Colours of each verdict, on the terminal and in the picture."""
+
+WORDS = 60
+"""The most characters of a refusal."""
 
 
 def apart(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
@@ -68,18 +72,25 @@ def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
     ]
 
 
-def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """A table of the wrong gradients, with the settings and the trainers' uses."""
+def wrong(
+    verdicts: Sequence[Verdict], name: Callable[[Verdict], str] | None = None
+) -> list[list[str]]:
+    """A table of the wrong gradients, with the settings and the trainers' uses.
+
+    `name` gives the words for a use; None for the stranger and how it is used.
+    """
+    name = name or _name
     found: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         settings: dict[str, list[str]] = {}
         for f in verdict.findings:
             if f.verdict in ("wrong", "no step", "refused"):
-                settings.setdefault(f.rule or f.why, []).append(f.setting)
+                told = f.rule or textwrap.shorten(f.why, WORDS, placeholder=" ...")
+                settings.setdefault(told, []).append(f.setting)
         for rule, where in settings.items():
             uses = found.setdefault((rule, ", ".join(where)), [])
-            uses.append(f"{verdict.use.stranger}: {verdict.use.way}")
-    header = ["what it gives", "settings", "stranger and use"]
+            uses.append(name(verdict))
+    header = ["what it gives", "settings", "used with"]
     return [header, *([*key, "; ".join(uses)] for key, uses in found.items())]
 
 
@@ -90,7 +101,7 @@ def table(verdicts: Sequence[Verdict]) -> Table:
         shown.add_column(finding.setting, justify="right", min_width=7)
     for verdict in verdicts:
         cells = [f"[{STYLES[f.verdict][0]}]{_short(f)}[/]" for f in verdict.findings]
-        shown.add_row(f"{verdict.use.stranger}: {verdict.use.way}", *cells)
+        shown.add_row(_name(verdict), *cells)
     return shown
 
 
@@ -105,13 +116,17 @@ def picture(verdicts: Sequence[Verdict]) -> Figure:
     for y, verdict in enumerate(verdicts):
         for x, finding in enumerate(verdict.findings):
             axes.text(x, y, _short(finding), ha="center", va="center", fontsize=7)
-    names = [f"{v.use.stranger}: {v.use.way}" for v in verdicts]
+    names = list(map(_name, verdicts))
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_xticks(range(len(settings)), settings, fontsize=8)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
+
+
+def _name(verdict: Verdict) -> str:
+    return f"{verdict.use.stranger}: {verdict.use.way}"
 
 
 def _short(finding: Finding) -> str:
@@ -132,19 +147,23 @@ def page(
       command: The command that makes this page.
     """
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    described = [
-        [verdict.use.stranger, verdict.use.way, verdict.use.claim, _linked(verdict)]
-        for verdict in verdicts
-    ]
-    header = ["stranger", "used with", "claims to give", "what its documentation says"]
-    tables = map(rows, apart(verdicts).values())
-    parts = [
-        f"`{command}`, with {named}.",
+    numbers = {_name(verdict): str(i) for i, verdict in enumerate(verdicts, 1)}
+
+    def number(verdict: Verdict) -> str:
+        return numbers[_name(verdict)]
+
+    described = [[number(v), v.use.claim, _linked(v)] for v in verdicts]
+    header = ["", "claims to give", "what its documentation says"]
+    parts = [f"`{command}`, with {named}."]
+    for own in apart(verdicts).values():
+        first, *body = rows(own)
+        each = [
+            ["", *first],
+            *([number(v), *row] for v, row in zip(own, body, strict=True)),
+        ]
         # The verdict's word follows from the cells before it.
-        *(_markdown([[*row[:-2], row[-1]] for row in table]) for table in tables),
-        _markdown([header, *described]),
-        _markdown(wrong(verdicts)),
-    ]
+        parts.append(_markdown([[*row[:-2], row[-1]] for row in each]))
+    parts += [_markdown([header, *described]), _markdown(wrong(verdicts, number))]
     path.write_text("\n\n".join(parts) + "\n")
 
 
