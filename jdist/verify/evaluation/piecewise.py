@@ -529,9 +529,9 @@ def _shows(equation: Equation) -> bool:
 
 def _compares(equation: Equation) -> bool:
     """Whether it compares floating numbers for equality."""
-    own = equation.own
-    return own.primitive.name == "eq" and all(
-        jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in own.invars
+    given: Sequence[Any] = equation.own.invars
+    return equation.own.primitive.name == "eq" and all(
+        jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in given
     )
 
 
