@@ -137,7 +137,7 @@ def _fits(by: int, dtype: np.dtype, values: np.ndarray) -> bool:
 def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:
     """The number by which the whole reference was multiplied, if that is all."""
     a, b = _flat(reference), _flat(found)
-    factor = _nearest_factor(a, b)
+    factor = nearest_factor(a, b)
     rest = np.linalg.norm(b - factor * a)
     # A factor of 1 explains nothing: large entries that are right hide the wrong ones.
     told = rest <= LIKENESS * np.linalg.norm(b) and abs(factor - 1) > LIKENESS
@@ -152,15 +152,15 @@ def _rounded_factor(
     In a program of 16 bits that is far more than in one of 32.
     """
     a, b = _flat(reference), _flat(found)
-    factor = _nearest_factor(a, b)
+    factor = nearest_factor(a, b)
     rest = np.abs(b - factor * a)
     small = np.linalg.norm(rest) <= REST * np.linalg.norm(b - a)
     told = small and (rest <= max(1, abs(factor)) * bound.ravel()).all()
     return factor if told and a.any() else None
 
 
-def _nearest_factor(a: np.ndarray, b: np.ndarray) -> float:
-    """The least-squares factor; the rest decides whether it explains the leaf."""
+def nearest_factor(a: np.ndarray, b: np.ndarray) -> float:
+    """The least-squares factor of a in b; the rest decides whether it explains b."""
     power = float(np.vdot(a, a).real)
     return float(np.vdot(a, b).real) / power if power else 0.0
 

@@ -21,7 +21,7 @@ from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
 from jdist.verify.evaluation import BOTH, PrecisionPair, Value
-from jdist.verify.explanations import diagnose
+from jdist.verify.explanations import diagnose, nearest_factor
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts
 from jdist.verify.steps.tapped_values import VALUES
@@ -228,8 +228,7 @@ def _averages(moment: Moment) -> set[str]:
         if len(pairs) < len(params):
             continue
         way, step = map(np.concatenate, zip(*pairs, strict=True))
-        power = float(np.vdot(way, way).real)
-        factor = float(np.vdot(way, step).real) / power if power else 0.0
+        factor = nearest_factor(way, step)
         rest = np.linalg.norm(step - factor * way)
         if 0 < factor < 1 + REST and rest <= REST * np.linalg.norm(step):
             found.update(tree.values())
@@ -592,7 +591,7 @@ def _multiples(failing: list[str], found: Mapping[str, Any], moment: Moment) -> 
             return ""
         assert leaf is not None, "it is like its step"
         way, move = in_double(leaf) - moment.before[path], moment.moves[path]
-        factor = float(np.vdot(move, way).real) / (float(np.vdot(move, move).real) or 1)
+        factor = nearest_factor(move, way)
         if not _fits(way - factor * move, way - move, _width(moment, path)):
             return ""
         groups.setdefault(f"{factor:.3g}", []).append(bare(path))
@@ -645,10 +644,9 @@ def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
         for own in [path.replace("gradient", "params", 1)]
     ]
     extra, params = map(np.concatenate, zip(*pairs, strict=True))
-    power = float(np.vdot(params, params).real)
     # A single number is always a multiple of another.
-    if extra.size < 2 or not power:
+    if extra.size < 2:
         return None
-    rate = float(np.vdot(params, extra).real) / power
+    rate = nearest_factor(params, extra)
     fits = np.linalg.norm(extra - rate * params) <= REST * np.linalg.norm(extra)
     return rate if fits else None
