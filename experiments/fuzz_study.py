@@ -4,8 +4,11 @@ Faults of one, two and three axes are planted, one at a time, in a trainer over 
 tensors, sequences, stages and micro-batches, with masks, tied parameters, dropout,
 rematerialization, clipping and mixed precision. Layouts come from covering arrays of
 strength two and three; a failing layout is shrunk. The right trainer is judged as well.
+Verdicts are written to a file: an interrupted study goes on where it was.
 """
 
+import hashlib
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments import _planted_layouts
 from experiments._planted_layouts import (
     AXES,
     FAULTS,
@@ -59,7 +63,7 @@ class Found:
       met: The number of the first layout that failed; 0 if none did.
       array: The number of layouts of the array.
       judged: The number of layouts that were judged, those of shrinking included.
-      seconds: What that took: the judgements, and the references that they need.
+      seconds: The processor's time for that: the judgements, and their references.
       left: The axes of each finding.
       passed: The number of layouts that have the fault and did not fail.
     """
@@ -88,15 +92,22 @@ class Bench:
     Args:
       axes: The values of each axis.
       seed: Of the covering arrays.
+      folder: Where verdicts are kept, and those of the same code are read; None to keep
+        none.
     """
 
-    def __init__(self, axes: Mapping[str, Sequence[Any]], seed: int) -> None:
+    def __init__(
+        self, axes: Mapping[str, Sequence[Any]], seed: int, folder: Path | None = None
+    ) -> None:
         self.axes, self._seed = axes, seed
+        self._path = folder and folder / f"verdicts-{_code()}.pickle"
         self._fault: str | None = None
         self._judge = LayoutJudge(
             problem, claim, lambda layout: trainer(layout, self._fault), MODEL
         )
         self._known: dict[Any, tuple[verify.Verdict, float]] = {}
+        if self._path and self._path.exists():
+            self._known = pickle.loads(self._path.read_bytes())
 
     def search(self, fault: str, strength: int) -> Found:
         """A search for a fault; empty for the right trainer."""
@@ -135,10 +146,18 @@ class Bench:
         self._fault = fault if planted(layout, fault) else None
         key = self._fault, tuple(layout.values())
         if key not in self._known:
-            start = time.perf_counter()
+            start = time.process_time()
             verdict = self._judge.judge(dict(layout))
-            self._known[key] = verdict, time.perf_counter() - start
+            self._known[key] = verdict, time.process_time() - start
+            self._keep()
         return self._known[key]
+
+    def _keep(self) -> None:
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self._path.with_suffix(".unfinished")
+            unfinished.write_bytes(pickle.dumps(self._known))
+            unfinished.replace(self._path)
 
     def right(self) -> list[verify.Verdict]:
         """All verdicts on the right trainer."""
@@ -147,8 +166,16 @@ class Bench:
     def random_draws(self, fault: str) -> float:
         """The mean number of layouts, drawn at random, up to one that has the fault."""
         grid = layout_grid("fuzz", self.axes, valid, 1)
-        having = sum(planted(grid.layout(row), fault) for row in grid.rows)
-        return (len(grid.rows) + 1) / (having + 1)
+        count = len(grid.rows)
+        having = sum(planted(grid.layout(row), fault) for row in range(count))
+        return (count + 1) / (having + 1)
+
+
+def _code() -> str:
+    """A hash of the sources that verdicts depend on."""
+    own = sorted(Path(verify.__file__).parent.rglob("*.py"))
+    files = [Path(_planted_layouts.__file__), *own]
+    return hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()[:16]
 
 
 def run(settings: Settings, progress: Progress) -> Result:
@@ -157,7 +184,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     if settings.quick:
         axes = {a: own[: 1 + (a in QUICK_AXES)] for a, own in AXES.items()}
         faults = QUICK
-    bench = Bench(axes, settings.seed)
+    bench = Bench(axes, settings.seed, Path(settings.out) / "fuzz_study-verdicts")
     cells = [(fault, strength) for fault in ("", *faults) for strength in STRENGTHS]
     found = [
         bench.search(fault, strength)
@@ -179,8 +206,8 @@ def run(settings: Settings, progress: Progress) -> Result:
         tables={"By the number of axes": by_count, "By fault": by_fault},
         data={"searches": [asdict(each) for each in found], "random draws": draws},
         notes=[
-            "The seconds of a search are those of its own judgements and references; "
-            "here they were shared."
+            "The seconds of a search are the processor's, of its own judgements and "
+            "references; here they were shared."
         ],
         files={"faults.md": partial(_write_markdown, [by_count, by_fault])},
     )

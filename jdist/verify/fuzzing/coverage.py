@@ -64,7 +64,7 @@ def covering_array(
     check_at_least("covering_array(seed=...)", seed, 0)
     grid = layout_grid("covering_array", axes, valid, strength)
     chosen = covering_rows(grid.rows, strength, seed)
-    return [grid.layout(grid.rows[place]) for place in chosen]
+    return [grid.layout(number) for number in chosen]
 
 
 def covering_rows(rows: np.ndarray, strength: int, seed: int) -> list[int]:
@@ -134,14 +134,11 @@ def uncovered(
       covered: Places of rows.
     """
     numbers, missing = _missing(grid.rows, strength, covered)
-    names = list(grid.axes)
-    for own, subset in zip(
-        numbers.T, combinations(range(len(names)), strength), strict=True
-    ):
+    for own, subset in zip(numbers.T, combinations(grid.axes, strength), strict=True):
         _, firsts = np.unique(own, return_index=True)
-        for place in firsts[missing[own[firsts]]]:
-            layout = grid.layout(grid.rows[place])
-            yield {names[axis]: layout[names[axis]] for axis in subset}
+        for row in firsts[missing[own[firsts]]]:
+            layout = grid.layout(row)
+            yield {axis: layout[axis] for axis in subset}
 
 
 def _missing(
@@ -154,19 +151,13 @@ def _missing(
 
     A combination is missing if it occurs in an allowed row and in no covered one.
     """
-    numbers, count = _combinations(rows, strength)
-    missing = np.zeros(count, bool)
-    missing[numbers[allowed]] = True
-    missing[numbers[list(covered)]] = False
-    return numbers, missing
-
-
-def _combinations(rows: np.ndarray, strength: int) -> tuple[np.ndarray, int]:
-    """The numbers of the combinations in each row, and how many numbers there are."""
     sizes = rows.max(axis=0, initial=0) + 1
     columns, count = [], 0
     for subset in map(list, combinations(range(rows.shape[1]), strength)):
         number = np.ravel_multi_index(tuple(rows[:, subset].T), tuple(sizes[subset]))
         columns.append((count + number).astype(np.int32))
         count += int(np.prod(sizes[subset]))
-    return np.stack(columns, axis=1), count
+    numbers, missing = np.stack(columns, axis=1), np.zeros(count, bool)
+    missing[numbers[allowed]] = True
+    missing[numbers[list(covered)]] = False
+    return numbers, missing

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -95,7 +96,9 @@ class JudgingProcess:
             self._process = None
 
     def _asked(self, question: str, layout: dict[str, Any]) -> Any:
-        if self._process is None:
+        # It may also have ended after its last answer.
+        if self._process is None or not self._process.is_alive():
+            self.close()
             self._start(layout)
         self._connection.send((question, layout))
         answer = self._answer(layout, self._deadline)
@@ -140,10 +143,9 @@ class JudgingProcess:
         process.join()
         details = self._errors.read()[-KEPT:]
         words = _end(process.exitcode) if came else f"no answer within {seconds:g} s"
-        fatal = _FATAL.search(details) if came else None
-        words += f": {fatal[1]}" if fatal else ""
-        place = _own_frame(details)
-        words += f", in {place}" if place else ""
+        if fatal := _FATAL.search(details):
+            words += f": {fatal[1]}"
+        words += _own_frame(details)
         self.close()
         return Verdict(layout, "ended" if came else "hung", words, details=details)
 
@@ -158,7 +160,7 @@ def _own_frame(text: str) -> str:
     """The innermost call in a stack that is of no library; empty if there is none."""
     for path, line, function in _FRAME.findall(text):
         if not path.startswith(("<", *_LIBRARIES)):
-            return f"{function} ({Path(path).name}:{line})"
+            return f", in {function} ({Path(path).name}:{line})"
     return ""
 
 
@@ -170,6 +172,8 @@ def _serve(
     deadline: float,
 ) -> None:
     """The process: answers questions until its connection is closed."""
+    # In a layout, which may take long, the connection is not read.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # XLA writes why it aborts to this file descriptor, and Python its stack.
     with open(errors, "ab") as file:
         os.dup2(file.fileno(), 2)
@@ -197,3 +201,11 @@ def _serve(
                 answer = error
             faulthandler.cancel_dump_traceback_later()
             connection.send(answer)
+
+
+def _end_with_parent() -> None:
+    """Ends this process once the one that started it has ended, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

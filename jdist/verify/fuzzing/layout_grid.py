@@ -37,10 +37,14 @@ class LayoutGrid:
     valid: Callable[[Layout], bool]
     rows: np.ndarray
 
-    def layout(self, row: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """The layout of these positions."""
-        values = zip(self.axes.items(), row, strict=True)
-        return {name: own[int(place)] for (name, own), place in values}
+    def layout(self, number: int) -> dict[str, Any]:
+        """The layout of one of the rows."""
+        values = zip(self.axes.items(), self.rows[number], strict=True)
+        return {name: own[place] for (name, own), place in values}
+
+    def moved(self, layout: Layout) -> dict[str, Any]:
+        """The axes that are not at their first values, with their values."""
+        return {a: value for a, value in layout.items() if value != self.axes[a][0]}
 
 
 def layout_grid(
@@ -83,7 +87,7 @@ def layout_grid(
         check_function(f"{call}(valid=...)", valid, "must be a function of a layout")
     places = np.array(list(product(*(range(len(own)) for own in axes.values()))))
     every = LayoutGrid(axes, valid or (lambda layout: True), places)
-    allowed = np.array([bool(every.valid(every.layout(row))) for row in places])
+    allowed = np.array([bool(every.valid(every.layout(n))) for n in range(count)])
     if not allowed.any():
         rule = "must allow at least one layout"
         raise value_error(f"{call}(valid=...)", rule, f"none of {count}")

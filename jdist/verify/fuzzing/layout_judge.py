@@ -1,7 +1,7 @@
 """Judges a trainer in one layout after the other, by references that are kept."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -18,7 +18,6 @@ from jdist.verify.report import Report
 from jdist.verify.steps import step_judge
 from jdist.verify.tracing import Trace, trace
 
-TRAINER = "trainer"
 STEPS = 2
 """Steps of a trainer with an optimizer: stale parameters show in the second."""
 
@@ -60,7 +59,8 @@ class LayoutJudge:
         """
         judge, *_ = self._reference(layout)
         try:
-            return of_report(layout, judge(_guarded(self.trainer)(layout)))
+            candidate = _guarded(_guarded(self.trainer)(layout))
+            return of_report(layout, judge({"trainer": candidate}))
         except Exception as error:  # noqa: BLE001 - any is a finding, or a refusal
             text = "".join(traceback.format_exception(error))
             if isinstance(error, _Refused):
@@ -107,16 +107,15 @@ class LayoutJudge:
             state = params, init[0](params) if init else ()
             each = None if weights is None else [weights] * STEPS
             options: dict[str, Any] = {"weights": each, "reduction": self.reduction}
-            judge = step_judge(loss_fn, step, state, [batch] * STEPS, **options)
-            return lambda candidate: judge({TRAINER: _guarded(candidate)})
+            return step_judge(loss_fn, step, state, [batch] * STEPS, **options)
         with joined(TIMEOUT), on_one_device(given):
             check_problem("fuzz", loss_fn, params, batch, weights, self.reduction)
             loss = ReducedLoss(loss_fn, self.reduction, None)
             reference = Reference("fuzz", loss, *given, self.finite_differences)
 
-        def judged(candidate: Callable[..., Any]) -> Report:
+        def judged(candidates: Mapping[str, Callable[..., Any]]) -> Report:
             with joined(TIMEOUT) as peers, on_one_device(given):
-                return reference.judge({TRAINER: _guarded(candidate)}, peers)
+                return reference.judge(candidates, peers)
 
         return judged
 

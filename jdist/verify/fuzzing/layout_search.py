@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from rich.console import Console
 
 from jdist._errors import (
     check_at_least,
+    check_choice,
+    check_flags,
     check_function,
     check_positive_seconds,
     listed,
-    value_error,
 )
 from jdist.verify.arguments import check_options
 from jdist.verify.fuzzing.coverage import covering_rows, isolating_rows, uncovered
@@ -129,15 +131,15 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     for name, fn in given.items():
         check_function(f"fuzz({name}=...)", fn)
     check_options("fuzz", reduction, None)
+    check_flags("fuzz", finite_differences=finite_differences)
     check_at_least("fuzz(seed=...)", seed, 0)
     for name, limit in {"seconds": seconds, "deadline": deadline}.items():
         if limit is not None:
             check_positive_seconds(f"fuzz({name}=...)", limit)
     grid = layout_grid("fuzz", axes, valid, strength)
     own = listed("fuzz(model=...)", model, str, "must be names of axes")
-    if unknown := [name for name in own if name not in axes]:
-        rule = f"must name axes, which are {', '.join(axes)}"
-        raise value_error("fuzz(model=...)", rule, ", ".join(unknown))
+    for name in own:
+        check_choice("fuzz(model=...)", name, axes)
     until = None if seconds is None else time.monotonic() + seconds
     here = LayoutJudge(problem, claim, trainer, own, reduction, finite_differences)
     with (
@@ -155,48 +157,48 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     return search.report()
 
 
+@dataclass(eq=False)
 class LayoutSearch:
-    """One search: what was judged, and what was found."""
+    """One search: what was judged, and what was found.
 
-    def __init__(
-        self,
-        grid: LayoutGrid,
-        model: Sequence[str],
-        strength: int,
-        seed: int,
-        judge: LayoutJudge | JudgingProcess,
-    ) -> None:
-        self._grid, self._strength, self._seed = grid, strength, seed
-        self._judge = judge
-        # Those of the layout are shrunk before those of the model.
-        order = sorted(grid.axes, key=lambda axis: axis in model)
-        self._axes = {axis: grid.axes[axis] for axis in order}
-        self._first = {axis: values[0] for axis, values in grid.axes.items()}
-        self._known: dict[tuple[Any, ...], Verdict] = {}
-        self._tried: dict[int, Verdict] = {}
-        self._findings: list[WrongLayout] = []
-        self._tell: Callable[..., None] = lambda **_: None
+    Attributes:
+      grid: The layouts that are allowed.
+      model: The axes that go back to their first values last.
+      strength: The number of axes whose values are all combined.
+      seed: Seed of all choices.
+      judge: What judges a layout.
+    """
+
+    grid: LayoutGrid
+    model: Sequence[str]
+    strength: int
+    seed: int
+    judge: LayoutJudge | JudgingProcess
+    _known: dict[tuple[Any, ...], Verdict] = field(default_factory=dict, init=False)
+    _tried: dict[int, Verdict] = field(default_factory=dict, init=False)
+    _findings: list[WrongLayout] = field(default_factory=list, init=False)
+    _tell: Callable[..., None] = field(init=False)
 
     def run(self, until: float | None, shown: bool) -> None:
         """Judges the covering array, then random layouts until then."""
-        rows = self._grid.rows
-        chosen = covering_rows(rows, self._strength, self._seed)
+        rows = self.grid.rows
+        chosen = covering_rows(rows, self.strength, self.seed)
         for _ in range(1 + AGAIN):
             self._try(chosen, None, shown)
             # Combinations that were in refused layouts only.
             refused = [row for row in self._tried if row not in self._judged()]
             usable = ~np.isin(np.arange(len(rows)), refused)
-            chosen = isolating_rows(rows, self._strength, usable, self._judged())
+            chosen = isolating_rows(rows, self.strength, usable, self._judged())
         if until is not None:
-            order = np.random.default_rng(self._seed).permutation(len(rows))
+            order = np.random.default_rng(self.seed).permutation(len(rows))
             self._try(order.tolist(), until, shown)
 
     def report(self) -> FuzzReport:
         """The report of what has been judged so far."""
-        missing = uncovered(self._grid, self._strength, self._judged())
+        missing = uncovered(self.grid, self.strength, self._judged())
         verdicts = tuple(self._tried.values())
         found = tuple(sorted(self._findings, key=lambda each: len(each.axes)))
-        return FuzzReport(self._grid.axes, verdicts, found, tuple(missing))
+        return FuzzReport(self.grid.axes, verdicts, found, tuple(missing))
 
     def _judged(self) -> list[int]:
         """The layouts that were tried and not refused."""
@@ -209,7 +211,7 @@ class LayoutSearch:
                 if until is not None and time.monotonic() >= until:
                     return
                 if row not in self._tried:
-                    verdict = self._verdict(self._grid.layout(self._grid.rows[row]))
+                    verdict = self._verdict(self.grid.layout(row))
                     self._tried[row] = verdict
                     if verdict.fails and not self._explained(verdict):
                         self._findings.append(self._shrunk(verdict))
@@ -220,13 +222,13 @@ class LayoutSearch:
         key = tuple(layout.values())
         if key not in self._known:
             self._tell(f"judging {named(layout)}", runs=0)
-            self._known[key] = self._judge.judge(layout)
+            self._known[key] = self.judge.judge(layout)
         return self._known[key]
 
     def _explained(self, verdict: Verdict) -> bool:
         """Whether a finding is in this layout too."""
         return any(
-            all(verdict.layout[axis] != self._first[axis] for axis in found.axes)
+            found.axes.keys() <= self.grid.moved(verdict.layout).keys()
             and found.verdict.reason.same(verdict.reason)
             for found in self._findings
         )
@@ -239,15 +241,14 @@ class LayoutSearch:
             found = self._verdict(layout)
             return found.fails and found.reason.same(verdict.reason)
 
-        def right(layout: dict[str, Any]) -> bool:
-            known = self._known.get(tuple(layout.values()))
-            return known is not None and known.outcome == "right"
-
-        least = shrink(verdict.layout, self._axes, self._grid.valid, fails)
+        # Those of the layout go back before those of the model.
+        order = sorted(self.grid.axes.items(), key=lambda item: item[0] in self.model)
+        least = shrink(verdict.layout, dict(order), self.grid.valid, fails)
         judged = len(self._known) - before
-        axes = {a: v for a, v in least.items() if v != self._first[a]}
-        kept = (a for a in axes if not right({**least, a: self._first[a]}))
+        axes = self.grid.moved(least)
+        right = [v.layout for v in self._known.values() if v.outcome == "right"]
+        kept = tuple(a for a in axes if {**least, a: self.grid.axes[a][0]} not in right)
         smallest = self._verdict(least)
         wrong = smallest.outcome == "wrong"
-        told = self._judge.trace(least) if wrong else (None, "nothing came back")
-        return WrongLayout(smallest, axes, tuple(kept), verdict.layout, judged, *told)
+        told = self.judge.trace(least) if wrong else (None, "nothing came back")
+        return WrongLayout(smallest, axes, kept, verdict.layout, judged, *told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,9 @@ class FuzzReport:
         for each in self.verdicts:
             if each.outcome == "refused":
                 kinds.setdefault(each.reason, []).append(each)
-        groups = kinds.values()
-        return {own[0].why: tuple(each.layout for each in own) for own in groups}
+        return {
+            own[0].why: tuple(each.layout for each in own) for own in kinds.values()
+        }
 
     @property
     def smallest(self) -> dict[str, Any] | None:
@@ -129,8 +130,7 @@ class FuzzReport:
         for each in self.findings:
             how = f"  met in {named(each.first)}; {each.judged} more to shrink it"
             found += [Text(str(each), style="bold red"), Text(how)]
-        told = [*self._refused(), *self._uncovered()]
-        return Group(*tried, self._table(), *found, *map(Text, told), self._summary())
+        return Group(*tried, self._table(), *found, *map(Text, self._remarks()))
 
     def __str__(self) -> str:
         """The same as plain text."""
@@ -145,38 +145,29 @@ class FuzzReport:
         for axis, values in self.axes.items():
             for value in values:
                 own = [each for each in self.verdicts if each.layout[axis] == value]
-                counts = Counter(
-                    "fails" if each.fails else each.outcome for each in own
-                )
+                counts = Counter("fails" if v.fails else v.outcome for v in own)
                 cells = [str(counts[name] or "") for name in COLUMNS]
                 table.add_row(Text(f"{axis}={value}"), *cells)
         return table
 
-    def _refused(self) -> list[str]:
-        return [
-            f"refused in {len(layouts)}, such as {named(layouts[0])}: {why}"
-            for why, layouts in self.refusals.items()
-        ]
-
-    def _uncovered(self) -> list[str]:
-        shown = [f"not covered: {named(each)}" for each in self.uncovered[:SHOWN]]
-        more = len(self.uncovered) - SHOWN
-        return shown + ([f"not covered: {more} more"] if more > 0 else [])
-
-    def _summary(self) -> Text:
+    def _remarks(self) -> Iterator[str]:
+        """What was refused, what is not covered, and a summary."""
+        for why, layouts in self.refusals.items():
+            yield f"refused in {len(layouts)}, such as {named(layouts[0])}: {why}"
+        for each in self.uncovered[:SHOWN]:
+            yield f"not covered: {named(each)}"
+        if (more := len(self.uncovered) - SHOWN) > 0:
+            yield f"not covered: {more} more"
         counts = Counter(each.outcome for each in self.verdicts)
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        missing = len(self.uncovered)
-        return Text(
+        yield (
             f"{'ok' if self.ok else 'NOT OK'}: {len(self.verdicts)} layouts: "
-            f"{told or 'none'}; {missing} combinations not covered"
+            f"{told or 'none'}; {len(self.uncovered)} combinations not covered"
         )
 
 
 def _line(number: int, verdict: Verdict) -> Text:
     style = "green" if verdict.outcome == "right" else "yellow"
-    text = Text(f"{number:3} {verdict.outcome:10} {named(verdict.layout)}")
-    if verdict.why:
-        text.append(f": {verdict.why}")
-    text.stylize("red" if verdict.fails else style)
-    return text
+    why = f": {verdict.why}" if verdict.why else ""
+    words = f"{number:3} {verdict.outcome:10} {named(verdict.layout)}{why}"
+    return Text(words, "red" if verdict.fails else style)

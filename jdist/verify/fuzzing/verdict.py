@@ -27,36 +27,26 @@ class Reason:
     Attributes:
       outcome: How it fails.
       kinds: The kinds of words, without numbers and places.
-      part: The part of a step that is wrong, or "one or another"; None where no step
-        was judged.
+      parts: The part of a step that is wrong, or several of which it is one; none
+        where no step was judged.
       loss_wrong: Whether the loss is wrong too; None where a step was judged.
     """
 
     outcome: Outcome
     kinds: frozenset[str]
-    part: str | None = None
+    parts: frozenset[str] = frozenset()
     loss_wrong: bool | None = None
 
     def same(self, other: Reason) -> bool:
         """Whether two layouts fail for the same reason, as far as words can tell."""
-        mine, theirs = self.kinds, other.kinds
-        if self.part or other.part:
-            # A clip by a wrong norm multiplies leaves whose gradient is right.
-            mine, theirs = (
-                frozenset(OFF if kind == FACTOR else kind for kind in kinds)
-                for kinds in (mine, theirs)
-            )
+        # A clip by a wrong norm multiplies leaves whose gradient is right.
+        read_as = {FACTOR: OFF} if self.parts or other.parts else {}
+        mine, theirs = ({read_as.get(x, x) for x in own.kinds} for own in (self, other))
         # A step is compared with a gradient by its words alone.
         losses = {self.loss_wrong, other.loss_wrong} - {None}
-        alike = len(losses) < 2 and _same_part(self.part, other.part)
+        known = self.parts and other.parts
+        alike = len(losses) < 2 and not (known and self.parts.isdisjoint(other.parts))
         return self.outcome == other.outcome and alike and bool(mine & theirs)
-
-
-def _same_part(one: str | None, two: str | None) -> bool:
-    """Whether a part that is wrong may be the other; either of two, if undecided."""
-    if one is None or two is None:
-        return True
-    return bool(set(one.split(OR)) & set(two.split(OR)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +84,24 @@ class Verdict:
         kinds = frozenset(kind for leaf in leaves for kind in _kinds(leaf))
         # A leaf that looks like something tells more than one that is merely off.
         kinds = (kinds - {OFF}) or frozenset([OFF])
-        if self.report.attributions:
-            return Reason(self.outcome, kinds, self.report.attributions[0].part)
+        if causes := self.report.attributions:
+            return Reason(self.outcome, kinds, frozenset(causes[0].part.split(OR)))
         loss_wrong = len(leaves) < len(self.report.failures)
-        return Reason(self.outcome, kinds, None, loss_wrong)
+        return Reason(self.outcome, kinds, loss_wrong=loss_wrong)
 
 
 def of_report(layout: dict[str, Any], report: Report) -> Verdict:
     """The verdict that a report of one trainer means."""
     if report.ok:
         return Verdict(layout, "right", report=report)
-    rows = worst_first(report.failures)
-    if rows or report.attributions:
-        words = [str(cause).partition(": ")[2] for cause in report.attributions]
-        words += [f"{row.path}: {row.problem}" for row in rows]
-        return Verdict(layout, "wrong", words[0], report)
-    words = [f"{row.path}: {row.unjudged}" for row in report.unjudged]
+    wrong = [str(cause).partition(": ")[2] for cause in report.attributions]
+    wrong += [f"{row.path}: {row.problem}" for row in worst_first(report.failures)]
+    if wrong:
+        return Verdict(layout, "wrong", wrong[0], report)
+    doubts = [f"{row.path}: {row.unjudged}" for row in report.unjudged]
     if report.oracle is not None and not report.oracle.ok:
-        words.append(str(report.oracle))
-    why = words[0] if words else "nothing was compared"
-    return Verdict(layout, "not judged", why, report)
+        doubts.append(str(report.oracle))
+    return Verdict(layout, "not judged", [*doubts, "nothing was compared"][0], report)
 
 
 def _kinds(leaf: LeafReport) -> list[str]:

@@ -72,7 +72,7 @@ def test_what_is_not_covered_is_told(grid, data):
     rows = isolating_rows(own.rows, strength, usable, [])
     assert usable[rows].all()
     assert len(rows) == len(set(rows))
-    layouts = [own.layout(row) for row in own.rows]
+    layouts = [own.layout(row) for row in range(len(own.rows))]
     allowed = set().union(*(parts(c, strength) for c in layouts))
     possible = set().union(
         *(parts(c, strength) for c, use in zip(layouts, usable, strict=True) if use)

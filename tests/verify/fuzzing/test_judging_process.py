@@ -1,6 +1,7 @@
 """An abort, a hang and an exit of a layout are findings; the search goes on."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,8 +60,13 @@ def test_the_process_has_this_ones_devices_and_settings():
 
 
 def test_a_process_ends_with_the_search():
+    """And is started again if it has ended after an answer."""
     judge = LayoutJudge(own.problem, own.claim, own.trainer, ())
     process = JudgingProcess(judge, own.AXES, DEADLINE)
+    for _ in range(2):
+        assert process.judge({"way": "right", "tp": 1}).outcome == "right"
+        process._process.kill()
+        process._process.join()
     assert process.judge({"way": "right", "tp": 1}).outcome == "right"
     number, errors = process._process.pid, Path(process._errors.name)
     assert errors.exists()
@@ -69,6 +75,38 @@ def test_a_process_ends_with_the_search():
     with pytest.raises(ProcessLookupError, match="No such process"):
         os.kill(number, 0)
     assert not errors.exists()
+
+
+KILLED = """
+import os
+from jdist import verify
+from tests.verify.fuzzing import ending_trainer as own
+
+def problem(layout):
+    print(os.getpid(), flush=True)
+    own.hangs()
+
+if __name__ == "__main__":
+    verify.fuzz(problem, own.claim, own.trainer, axes={"tp": (1, 2)}, strength=1)
+"""
+
+
+def test_a_process_in_a_layout_ends_with_the_one_that_asked(tmp_path):
+    """Even if that one is killed; both have the pipe, which is open until they end."""
+    path = tmp_path / "killed.py"
+    path.write_text(KILLED)
+    search = subprocess.Popen(
+        [sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+    )
+    number = int(search.stdout.readline())
+    search.kill()
+    try:
+        assert search.communicate(timeout=20) == (b"", None)
+    except subprocess.TimeoutExpired:
+        os.kill(number, signal.SIGKILL)
+        raise
 
 
 def test_a_local_function_is_refused():
@@ -133,5 +171,5 @@ def test_the_users_call_is_named():
         '  File "/home/me/mine.py", line 7 in step\n'
         '  File "/home/me/other.py", line 9 in main\n'
     )
-    assert _own_frame(stack) == "step (mine.py:7)"
+    assert _own_frame(stack) == ", in step (mine.py:7)"
     assert _own_frame("Aborted") == ""

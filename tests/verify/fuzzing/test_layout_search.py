@@ -407,7 +407,12 @@ def test_another_process_tells_what_cannot_be_judged():
             "'tp': ...}\\)` must be .* at least one. Got ",
         ),
         ({"model": "mask"}, TypeError, "fuzz\\(model=...\\)` must be names of axes"),
-        ({"model": ["dp", "pp"]}, ValueError, "must name axes, which are .* Got pp."),
+        ({"model": ["dp", "pp"]}, ValueError, "must be one of 'dp', 'tp'. Got 'pp'"),
+        (
+            {"finite_differences": 1},
+            TypeError,
+            "fuzz\\(finite_differences=...\\)` must be True or False. Got 1",
+        ),
         ({"strength": 3}, ValueError, "fuzz\\(strength=...\\)` must be from 1 to 2"),
         ({"strength": 0}, ValueError, "fuzz\\(strength=...\\)` must be from 1 to 2"),
         ({"valid": lambda c: False}, ValueError, "must allow at least one layout"),
