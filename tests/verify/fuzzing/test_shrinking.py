@@ -1,4 +1,4 @@
-"""Shrinking ends where no axis can go back alone, and asks about nothing twice."""
+"""Shrinking ends where no axis can go back alone, and asks about few layouts."""
 
 from itertools import product
 
@@ -17,13 +17,14 @@ def anything(layout):
 
 
 def shrunk(layout, fails, valid=anything):
-    """The result, and what was asked on the way."""
+    """The result, and what was asked on the way, each layout once."""
     asked = []
 
     def ask(each):
         assert valid(each)
-        assert each not in asked
-        asked.append(dict(each))
+        assert each != layout
+        if each not in asked:
+            asked.append(dict(each))
         return fails(each)
 
     return shrink(layout, AXES, valid, ask), asked
