@@ -340,7 +340,9 @@ class _Trainer:
             values, total = carry
             number = clock - stage
             here = jnp.clip(number, 0, micro - 1)
-            params, part, share = jax.tree.map(lambda x: x[here], (copies, parts, shares))
+            params, part, share = jax.tree.map(
+                lambda x: x[here], (copies, parts, shares)
+            )
             following = jnp.minimum(clock, micro - 1)
             if self.fault == "token mask of the next micro-batch":
                 part["counted"] = parts["counted"][following]

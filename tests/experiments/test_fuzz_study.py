@@ -8,6 +8,7 @@ import pytest
 from experiments import _planted_layouts as planting
 from experiments import fuzz_study
 from experiments.fuzz_study import Found
+from jdist import verify
 
 
 @pytest.mark.parametrize("fault", planting.FAULTS)
@@ -64,3 +65,25 @@ def test_random_draws_are_the_mean_until_a_layout_has_the_fault():
     axes = {a: each[:1] for a, each in planting.AXES.items()}
     bench = fuzz_study.Bench({**axes, "cp": (1, 2), "mask": (False, True)}, 0)
     assert bench.random_draws("tokens of one shard") == 5 / 2
+
+
+def test_an_interrupted_study_goes_on(tmp_path, monkeypatch):
+    """Verdicts are read again, unless the code has changed since."""
+    judged = []
+
+    def judge(self, layout):
+        judged.append(layout)
+        return verify.Verdict(layout, "right")
+
+    monkeypatch.setattr(fuzz_study.LayoutJudge, "judge", judge)
+    axes = {a: each[: 1 + (a in ("dp", "mask"))] for a, each in planting.AXES.items()}
+
+    def searched(folder):
+        judged.clear()
+        found = fuzz_study.Bench(axes, 0, folder).search("", 2)
+        assert found.judged == 4
+        return len(judged)
+
+    assert [searched(tmp_path), searched(tmp_path), searched(None)] == [4, 0, 4]
+    monkeypatch.setattr(fuzz_study, "_code", lambda: "other")
+    assert [searched(tmp_path), searched(tmp_path)] == [4, 0]

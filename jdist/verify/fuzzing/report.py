@@ -48,13 +48,12 @@ class WrongLayout:
 
     def __str__(self) -> str:
         """One line: the axes, and the first wrong value or the words of the verdict."""
-        told = self.verdict.outcome if self.verdict.report is None else "wrong"
         where = " and ".join(f"{axis}={value}" for axis, value in self.axes.items())
         where = f"if {where}" if where else "with every axis at its first value"
         if self.kept:
             where += f" (not known to be needed: {', '.join(self.kept)})"
         traced = self.trace.difference if self.trace is not None else None
-        return f"{told} {where}: {traced or self.verdict.why}"
+        return f"{self.verdict.outcome} {where}: {traced or self.verdict.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,8 @@ class FuzzReport:
         for each in self.verdicts:
             if each.outcome == "refused":
                 kinds.setdefault(each.reason, []).append(each)
-        return {
-            own[0].why: tuple(each.layout for each in own) for own in kinds.values()
-        }
+        groups = kinds.values()
+        return {own[0].why: tuple(each.layout for each in own) for own in groups}
 
     @property
     def smallest(self) -> dict[str, Any] | None:
