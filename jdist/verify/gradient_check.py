@@ -333,11 +333,9 @@ class Reference:
             rows += own
         return agreed(Report(rows, self._oracle, notes + looseness(rows)), peers)
 
-    def undecided(self) -> tuple[int, ...]:
-        """The examples of the batch whose decisions rounding may turn."""
-        choices = list(self._measured.values())[-1].choices()
-        own = sorted(choices.examples) if choices.factor == 1 else []
-        return tuple(own if choices.rows is None else choices.rows[own].tolist())
+    def undecided(self) -> bool:
+        """Whether there are decisions that rounding may turn."""
+        return bool(list(self._measured.values())[-1].choices().examples)
 
     def _measure(self, more: int) -> Measured:
         if more not in self._measured:

@@ -123,12 +123,84 @@ def test_a_second_moment_that_stands_still_is_named():
     assert verify.drift(average, wide, fading[:100]).ok
 
 
+RATE = 1e-3
+SHAPES = {"w": (30, 40), "scale": (300,)}
+
+
+def narrow(p, g, s):
+    """Gradient descent on bfloat16 parameters, rounded to nearest in every step."""
+    own = lambda w, d: (w.astype(jnp.float32) - RATE * d).astype(w.dtype)  # noqa: E731
+    return jax.tree.map(own, p, g), s
+
+
+def at_random(times):
+    """The same, rounded up or down at random, at another rate."""
+
+    def update(p, g, s):
+        bits = p["scale"].view(jnp.uint16).astype(jnp.uint32).sum()
+        key = jax.random.fold_in(jax.random.key(3), bits)
+
+        def rounded(w, d, k):
+            exact = (w.astype(jnp.float32) - times * RATE * d).view(jnp.uint32)
+            exact += jax.random.bits(k, w.shape) >> 16
+            return (exact >> 16 << 16).view(jnp.float32).astype(w.dtype)
+
+        keys = dict(zip(p, jax.random.split(key), strict=True))
+        return {name: rounded(p[name], g[name], keys[name]) for name in p}, s
+
+    return update
+
+
+def leaning(steps):
+    """bfloat16 parameters, and gradients whose means are not 0."""
+    rng = np.random.default_rng(1)
+    draw = lambda: {k: rng.normal(size=s) for k, s in SHAPES.items()}  # noqa: E731
+    signs = jax.tree.map(np.sign, draw())
+    params = {"w": 2 * draw()["w"], "scale": np.ones(SHAPES["scale"])}
+    sized = lambda sign: sign * rng.uniform(0.5, 1.5, sign.shape)  # noqa: E731
+    each = (jax.tree.map(sized, signs) for _ in range(steps))
+    return jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), params), [
+        jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), g) for g in each
+    ]
+
+
+def test_bfloat16_parameters_that_lose_small_steps_are_named():
+    """Rounding explains the way of each entry, and not that of the leaf."""
+    params, gradients = leaning(120)
+    start = params, ()
+    given = {"right": 1.0, "nearly": 1.2, "ascent": -1.0, "twice": 2.0, "none": 0.0}
+    others = {name: (at_random(times), start) for name, times in given.items()}
+    report = verify.drift(narrow, start, gradients, others)
+    words = {row.path: row.problem for row in report.of("update").failures}
+    assert set(words) == {"params/scale"}, str(report)
+    assert "it has gone 0 of the reference's way" in words["params/scale"]
+    assert "300 of 300 entries did not move" in words["params/scale"]
+    for name, times in given.items():
+        own = report.of(name)
+        assert own.ok == (name in ("right", "nearly")), str(own)
+        for row in own.failures:
+            share = float(row.problem.partition("gone ")[2].partition(" ")[0])
+            assert abs(share - times) < 0.2, row.problem
+
+
+def test_bfloat16_parameters_with_steps_above_their_spacing_pass():
+    """Rounded to nearest, also where all entries are alike."""
+    for name in ("adam", "momentum", "lion"):
+        tx = optax.lion(0.05) if name == "lion" else RIGHT[name]
+        params, gradients = leaning(60)
+        start = params, tx.init(cast(params, jnp.float32))
+        report = verify.drift(of_optax(tx, jnp.float32), start, gradients)
+        assert not report.failures, str(report)
+        assert not [row for row in report.unjudged if row.path.startswith("params")]
+
+
 def test_parameters_that_rounding_hides_are_not_judged():
     update = lambda w, g, s: ((w - 1e-4 * g).astype(w.dtype), s)  # noqa: E731
     w = jnp.ones(5, jnp.bfloat16)
     report = verify.drift(update, (w, ()), [jnp.ones(5, jnp.bfloat16)] * 3)
     assert not report.ok
-    assert "no step at all would pass too" in report.unjudged[0].unjudged
+    words = report.unjudged[0].unjudged
+    assert "no step at all would pass too. Take more steps" in words
 
 
 def test_each_planted_defect_of_an_optimizer_is_found():

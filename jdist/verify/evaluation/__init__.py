@@ -6,6 +6,7 @@ from jdist.verify.evaluation.decisions import (
     Choice,
     OtherChoices,
     chosen,
+    errors,
 )
 from jdist.verify.evaluation.lockstep import (
     Observer,
@@ -56,6 +57,7 @@ __all__ = [
     "called",
     "chosen",
     "drawn_form",
+    "errors",
     "paired",
     "rounding_note",
     "rounds_as_drawn",

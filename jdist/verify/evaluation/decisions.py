@@ -122,7 +122,7 @@ class OtherChoices:
         usual = self._results(leaves, recorded)
         found: dict[int, _Range] = {}
         begin = itertools.cycle(moved or [leaves])
-        for (amplitude, own), given in zip(_errors(seed), begin, strict=False):
+        for (amplitude, own), given in zip(errors(seed), begin, strict=False):
             free: Recording = {}
             self.pieces.run(
                 given,
@@ -202,7 +202,7 @@ class _Range:
         )
 
 
-def _errors(seed: int) -> Iterator[tuple[float, int]]:
+def errors(seed: int) -> Iterator[tuple[float, int]]:
     """Amplitudes and seeds of the runs."""
     for each in range(NATURAL):
         yield 1.0, seed * 65537 + each + 1

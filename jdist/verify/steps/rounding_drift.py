@@ -10,6 +10,16 @@ The update is run in float64 (`piecewise`), all runs of a step together: once ex
 right leaf follows as on a gradient (`bound`, 3.), and `LASTING` times with roundings
 that are the same in every step. The largest distance of the latter is added for leaves
 of 32 bits and more, where it is harmless. In 16 bits it is what is looked for.
+
+In 16 bits rounding may explain all of an entry's way, though not that of a leaf, whose
+entries are rounded apart. So its share of the reference's way is judged, by projection.
+The same draws show how far rounding scatters it; entries that go the same way count
+once. A last rounding, which may be the same for all entries, moves it by at most
+sum |w| u |x| / sum w^2, for ways w to values x and the rounding unit u. And as rounding
+to nearest leans, by up to half of a spacing in every step, half of the way may be lost,
+or added. Where scatter and last rounding are below the other half, no way at all, the
+opposite one and the double one are told from the right one. A step that is always less
+than half of the spacing goes no way at all.
 """
 
 import math
@@ -26,7 +36,15 @@ from jdist._compat import double_precision
 from jdist._errors import check_function, quoted, requirement
 from jdist._tree import PyTree, is_inexact
 from jdist.verify.arguments import check_references
-from jdist.verify.bound import Limit, Sums, accumulated, in_double, measured_bound
+from jdist.verify.bound import (
+    Limit,
+    Sums,
+    accumulated,
+    confidence,
+    in_double,
+    measured_bound,
+    unit_roundoff,
+)
 from jdist.verify.comparison import compare_leaves
 from jdist.verify.evaluation import Choice, Pieces, paired
 from jdist.verify.measure import Choices, choices_in, magnified
@@ -36,6 +54,8 @@ from jdist.verify.steps.trajectory import changed, named, on_host, run_together
 
 DRAWS = 32
 LASTING = 8
+LEANING = 0.5
+"""The share of a leaf's way that rounding to nearest may take or add."""
 RUNS = 1 + DRAWS + LASTING
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -200,6 +220,7 @@ class _Run:
             # They were compared in float64.
             ulp = row.max_ulp * float(jnp.finfo(row.dtype).eps / jnp.finfo(dtype).eps)
             row = replace(row, dtype=str(dtype), max_ulp=ulp)
+        row = own.along(row, leaf) if row.ok else row
         if row.ok and own.hidden.get(row.path):
             return replace(row, unjudged=own.hidden[row.path])
         if not row.problem or leaf is None:
@@ -220,6 +241,8 @@ class _Exact:
       own: The update in its own precision.
       dtypes: The dtype of each of its own leaves.
       hidden: Why a leaf says nothing after the last step, by path.
+      ways: The way of some entries of a leaf in 16 bits, which these are, and by how
+        much of it a right leaf may differ.
     """
 
     def __init__(self, own: _Run, gradient: PyTree) -> None:
@@ -230,6 +253,7 @@ class _Exact:
         leaves = own.leaves()
         self.dtypes = {p: str(x.dtype) for p, x in leaves.items() if x is not None}
         self.hidden: dict[str, str] = {}
+        self.ways: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}
         self.start = {p: in_double(x) for p, x in leaves.items() if is_inexact(x)}
         self.wide = [np.stack([x] * RUNS) for x in self.start.values()]
 
@@ -264,7 +288,7 @@ class _Exact:
     def changed(self, change: Choice) -> "_Exact":
         """Another one, whose leaves have changed by their numbers."""
         other = copy(self)
-        other.own, other.hidden = copy(self.own), {}
+        other.own, other.hidden, other.ways = copy(self.own), {}, {}
         other.own.state, other.wide = changed(self.own.state, self.wide, change)
         return other
 
@@ -287,10 +311,37 @@ class _Exact:
             lasting = math.sqrt(2) * apart[1 + DRAWS :].max(axis=0, initial=0)
             limit = limit._replace(bound=limit.bound + lasting)
         way = np.abs(exact - self.start[path])
-        self.hidden[path] = ""
-        if way.any() and (way <= limit.bound).all():
+        self.hidden[path], judged = "", False
+        if jnp.finfo(dtype).bits < 32 and way.any():
+            judged = self._goes(path, wide, unit_roundoff(dtype))
+        if way.any() and (way <= limit.bound).all() and not judged:
             self.hidden[path] = (
                 f"it has moved by {way.max():.1e} and rounding in {dtype} explains "
-                f"{np.max(limit.bound):.1e}: no step at all would pass too"
+                f"{np.max(limit.bound):.1e}: no step at all would pass too. Take more "
+                "steps, or gradients of which more are alike"
             )
         return limit
+
+    def _goes(self, path: str, wide: np.ndarray, unit: float) -> bool:
+        """Notes the way of a leaf; returns whether it tells of a right one."""
+        start, runs = self.start[path].ravel(), wide.reshape(len(wide), -1)
+        # Equal entries are rounded alike.
+        _, own = np.unique(np.stack([start, runs[0]]), axis=1, return_index=True)
+        ways = runs[: 1 + DRAWS, own] - start[own]
+        way = ways[0] / (ways[0] @ ways[0])
+        scatter = np.sqrt(np.mean(((ways[1:] - ways[0]) @ way) ** 2)) / self.factor
+        last = unit * np.abs(runs[0, own]) @ np.abs(way)
+        may = last + math.sqrt(2) * confidence(1, DRAWS) * scatter
+        self.ways[path] = way, own, LEANING + may
+        return bool(may < LEANING)
+
+    def along(self, row: LeafReport, leaf: Any) -> LeafReport:
+        """The row of a leaf with its share of the reference's way."""
+        way, own, most = self.ways.get(row.path, (None, None, 0.0))
+        if way is None or most >= 2 * LEANING:
+            return row
+        share = (in_double(leaf).ravel() - self.start[row.path].ravel())[own] @ way
+        if abs(share - 1) <= most:
+            return row
+        words = f"it has gone {share:.3g} of the reference's way"
+        return replace(row, ratio=abs(share - 1) / most, problem=words)

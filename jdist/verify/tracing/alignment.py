@@ -173,14 +173,14 @@ def _matched(
     seen = np.zeros(len(expected), bool)
     for row, close in enumerate(near.T):
         rows = np.flatnonzero(close)
-        same = rows[_within(found[rows], expected[row], bounds[row])]
+        same = rows[within(found[rows], expected[row], bounds[row])]
         seen[row] = len(same) > 0
         # Rows of several classes' bounds are none: such classes are one.
         classes[same] = np.where(classes[same] == NONE, label[row], classes[same])
     return classes, seen
 
 
-def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Whether each row has the same infinities, and else is within the bound."""
     # Infinite bounds hide no NaN, which is no example's.
     apart = np.abs(finite_part(found) - finite_part(expected))
@@ -194,7 +194,7 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     label = np.arange(len(expected))
     near = _near((expected, bounds), (expected, bounds))
     for i, j in np.argwhere(np.triu(near, 1)):
-        if _within(expected[i], expected[j], bounds[i] + bounds[j]):
+        if within(expected[i], expected[j], bounds[i] + bounds[j]):
             # Two classes become one where a row is equal to rows of both.
             first, second = sorted((label[i], label[j]))
             label[label == second] = first

@@ -24,7 +24,7 @@ from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_device
 from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecord, TapRecording
-from jdist.verify.tracing.reference import Passage, passages
+from jdist.verify.tracing.reference import TracedReference, traced_reference
 from jdist.verify.tracing.report import TOLD, Difference, Trace, counts_told, ranges
 from jdist.verify.tracing.search import Findings, search
 from jdist.verify.tracing.shares import example_gradients, shares
@@ -137,9 +137,10 @@ def trace_judge(
         params, batch, weights = brought(given)
         examples = _examples(batch)
         batches = Counted(batch, weights), reference.counted
-        own = passages(loss_fn, params, *batches, reduction, accumulation, examples)
+        options = reduction, accumulation, examples
+        traced = traced_reference(loss_fn, params, *batches, *options)
         apart = jax.eval_shape(loss_fn, params, batch).shape != ()
-    if not own:
+    if not traced.passages:
         rule = "must mark values with verify.tap"
         remedy = "verify.gradients judges without taps."
         raise ValueError(requirement("trace(loss_fn=...)", rule, "no tap", remedy))
@@ -161,7 +162,7 @@ def trace_judge(
         with joined(TIMEOUT) as peers, on_one_device(given):
             report = reference.judge({NAME: _recorded(candidate, first, peers)}, peers)
             (recording, result), *_ = first
-            findings = _searched(own, recording.records, w, reference, peers)
+            findings = _searched(traced, recording.records, w > 0, reference, peers)
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
@@ -171,7 +172,7 @@ def trace_judge(
                 findings.notes += _uses(*wrong, findings, terms, each)
             told = peers.exchange(findings.notes)
         notes = list(dict.fromkeys(note for theirs in told for note in theirs))
-        if examples and all(passage.layout.axis is None for passage in own):
+        if examples and all(passage.layout.axis is None for passage in traced.passages):
             notes.append(WHOLES)
         if difference is not None and report.ok:
             notes.append("a tap differs, yet loss and gradient are right")
@@ -181,22 +182,22 @@ def trace_judge(
 
 
 def _searched(
-    passages: Sequence[Passage],
+    traced: TracedReference,
     records: Sequence[TapRecord],
-    weights: np.ndarray,
+    counted: np.ndarray,
     reference: Reference,
     peers: Peers,
 ) -> Findings:
-    """The findings, where a tap differs without the examples that rounding decides."""
-    findings = search(passages, records, weights > 0, peers)
-    difference = findings.difference
-    free = reference.undecided() if difference else ()
-    if difference and {*free} & {*difference.examples}:
-        # Where a decision differs, so do all values behind it.
-        others = (weights > 0) & ~np.isin(np.arange(len(weights)), free)
-        findings = search(passages, records, others, peers)
-        words = f"examples {ranges(free)} have decisions within rounding"
-        findings.notes.append(f"{words}: their taps are not compared")
+    """The findings, where a tap differs without what rounding decides."""
+    findings = search(traced.passages, records, counted, peers)
+    if findings.difference and reference.undecided():
+        passages = traced.undecided()
+        findings = search(passages, records, counted, peers)
+        each = (x.undecided["forward"] for x in passages if x.layout.axis is not None)
+        free = sorted(next(filter(None, each), ()))
+        if free:
+            words = f"examples {ranges(free)} have decisions within rounding"
+            findings.notes.append(f"{words}: their taps are not compared")
     return findings
 
 

@@ -4,13 +4,20 @@ The reference's gradient program is run on the whole batch, piece by piece
 (`piecewise`): once in lockstep with itself in float64, and `DRAWS` times perturbed as
 rounding would. Every tap shows its value. The entries of one example are a row, and
 each row has a bound like a leaf's (`bound`), of a sum of one term.
+
+Where rounding may decide (`evaluation.decisions`), the program also runs free with
+random errors, and then exactly with what it decided there. Rows that this changes are
+not compared; cotangents of others, which a loss over the batch changes, have as much
+wider bounds.
 """
 
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,7 +29,7 @@ from jax.typing import DTypeLike
 
 from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, is_inexact
-from jdist.verify.bound import Sums, accumulated, measured_bound
+from jdist.verify.bound import BLIND, Sums, accumulated, measured_bound
 from jdist.verify.evaluation import (
     BOTH,
     EXACT,
@@ -31,11 +38,18 @@ from jdist.verify.evaluation import (
     PrecisionPair,
     Recording,
     drawn_form,
+    errors,
 )
 from jdist.verify.measure import Counted, magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
 from jdist.verify.progress import progress
-from jdist.verify.tracing.layout import Layout, Shape, finite_part, layouts
+from jdist.verify.tracing.layout import (
+    Layout,
+    Shape,
+    finite_part,
+    infinities,
+    layouts,
+)
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import TapRecording
 
@@ -74,6 +88,7 @@ class Passage:
       backward: Rows of the cotangent; None if none flows.
       through: The part of those rows that comes through each scalar value behind this
         one, such as an auxiliary loss, by its name.
+      undecided: The rows that rounding may decide about, by direction.
     """
 
     name: str
@@ -82,11 +97,7 @@ class Passage:
     forward: Rows
     backward: Rows | None
     through: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def decides(self) -> bool:
-        """Whether the value is of integers, which many examples may have in common."""
-        return bool((self.forward.bounds == APART).all())
+    undecided: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def with_cotangents(self, other: "Passage", rows: np.ndarray) -> "Passage":
         """The passage with the cotangents of another, whose examples are these rows."""
@@ -106,7 +117,16 @@ class Passage:
         return replace(self, backward=backward, through=through)
 
 
-def passages(
+class TracedReference(NamedTuple):
+    """What the taps of the reference show: all passages, in the program's order."""
+
+    passages: list[Passage]
+
+    undecided: Callable[[], list[Passage]]
+    """Those with what other choices explain."""
+
+
+def traced_reference(
     loss_fn: LossFn,
     params: PyTree,
     whole: Counted,
@@ -114,8 +134,8 @@ def passages(
     reduction: str,
     accumulation: DTypeLike | None,
     examples: int | None,
-) -> list[Passage]:
-    """All passages of the forward pass, in the order of the program.
+) -> TracedReference:
+    """Runs the reference.
 
     Args:
       loss_fn: With taps.
@@ -128,26 +148,31 @@ def passages(
         are compared as wholes.
     """
     options = reduction, accumulation
-    found = _passages(loss_fn, params, whole, *options, examples)
-    flowing = [x.backward.values for x in found if x.backward is not None]
+    found = _traced(loss_fn, params, whole, *options, examples)
+    flowing = [x.backward.values for x in found.passages if x.backward is not None]
     if counted.rows is None or all(np.isfinite(x).all() for x in flowing):
         return found
     # An example that does not count may have a cotangent of 0 / 0.
     rows = counted.rows
-    others = _passages(loss_fn, params, counted, *options, examples and len(rows))
-    pairs = zip(found, others, strict=True)
-    return [own.with_cotangents(other, rows) for own, other in pairs]
+    others = _traced(loss_fn, params, counted, *options, examples and len(rows))
+
+    def joined(passages: list[Passage], cotangents: list[Passage]) -> list[Passage]:
+        pairs = zip(passages, cotangents, strict=True)
+        return [own.with_cotangents(other, rows) for own, other in pairs]
+
+    own = joined(found.passages, others.passages)
+    return TracedReference(own, lambda: joined(found.undecided(), others.undecided()))
 
 
-def _passages(
+def _traced(
     loss_fn: LossFn,
     params: PyTree,
     counted: Counted,
     reduction: str,
     accumulation: DTypeLike | None,
     examples: int | None,
-) -> list[Passage]:
-    """The passages of one batch."""
+) -> TracedReference:
+    """That of one batch."""
     # Converted before x64 is enabled, which would give NumPy arrays wider dtypes.
     params, batch, weights = jax.tree.map(jnp.asarray, (params, *counted[:2]))
     value_and_gradient = differentiated(reduced(loss_fn, reduction))
@@ -156,37 +181,41 @@ def _passages(
         program = jax.make_jaxpr(value_and_gradient)(params, batch, weights)
         where = {} if examples is None else layouts(loss_fn, params, batch, examples)
     seen = _Seen(magnified(program), _heads(program, where))
-    leaves = jax.tree.leaves((params, batch, weights))
-    with double_precision(), jax.numpy_dtype_promotion("standard"):
-        _evaluate(program, leaves, accumulation, seen)
-    return seen.passages(where, accumulation)
-
-
-def _evaluate(
-    program: ClosedJaxpr,
-    leaves: Sequence[jax.Array],
-    accumulation: DTypeLike | None,
-    seen: "_Seen",
-) -> None:
-    """Runs the program exactly and `DRAWS` times perturbed.
-
-    And then exactly without the cotangent of each of `seen.heads`.
-    """
-    pieces = Pieces(program, accumulation, {}, seen.observe)
-    forms = [BOTH, *[drawn_form(program)] * DRAWS, *[EXACT] * len(seen.heads)]
-    runs = 0 if pieces.tiny else len(forms)
-    recording = Recording()
-    with progress("tracing the reference", runs) as advance:
+    pieces, decided = Pieces(program, accumulation, {}, seen.observe), Recording()
+    run = partial(pieces.run, jax.tree.leaves((params, batch, weights)))
+    drawn = drawn_form(program)
+    # Exactly, perturbed, and exactly without the cotangent of each of `seen.heads`.
+    forms = [BOTH, *[drawn] * DRAWS, *[EXACT] * len(seen.heads)]
+    with (
+        _double(),
+        progress("tracing the reference", 0 if pieces.tiny else len(forms)) as advance,
+    ):
         for number, form in enumerate(forms):
-            pieces.run(
-                leaves,
+            recording = None if number else decided
+            run(
                 form,
                 amplitude=seen.factor,
                 seed=number,
-                recording=None if number else recording,
-                replay=recording,
+                recording=recording,
+                replay=decided,
             )
             advance()
+    own = seen.passages(where, accumulation)
+
+    @cache
+    def undecided() -> list[Passage]:
+        made = [decided]
+        with _double():
+            for amplitude, seed in errors(0) if pieces.decisions else ():
+                made.append(Recording())
+                # Numbers below 0 are of runs whose taps do not count.
+                options = {"amplitude": amplitude, "seed": -seed, "free": True}
+                run(drawn, recording=made[-1], replay=decided, **options)
+            for number, other in enumerate(made, len(forms)):
+                run(EXACT, seed=number, replay={**decided, **other})
+        return seen.undecided(own, range(len(forms), len(forms) + len(made)))
+
+    return TracedReference(own, undecided)
 
 
 def _heads(
@@ -218,7 +247,7 @@ class _Seen:
         self._lock = threading.Lock()
         self._first: dict[Any, list[np.ndarray]] = {}
         self._squares: dict[Any, np.ndarray] = {}
-        self._without: dict[Any, dict[int, np.ndarray]] = defaultdict(dict)
+        self._later: dict[Any, dict[int, np.ndarray]] = defaultdict(dict)
 
     def observe(
         self, name: str, position: Position, given: Sequence[PrecisionPair]
@@ -256,11 +285,10 @@ class _Seen:
             if number == 0:
                 self._first[key] = sides
                 self._squares[key] = np.zeros_like(np.abs(wide))
-                return
-            exact = self._first[key][1]
-            if number > DRAWS:
-                self._without[key][number - DRAWS - 1] = wide
-            else:
+            elif number > DRAWS:
+                self._later[key][number] = wide
+            elif number > 0 and is_inexact(wide):
+                exact = self._first[key][1]
                 error = finite_part(wide).astype(exact.dtype) - finite_part(exact)
                 self._squares[key] += np.abs(error) ** 2
 
@@ -285,10 +313,36 @@ class _Seen:
             found.append(Passage(name, label, layout, rows, theirs, through))
         return found
 
+    def undecided(
+        self, passages: Sequence[Passage], numbers: Sequence[int]
+    ) -> list[Passage]:
+        """The passages with what later runs change; the first of these is usual."""
+        found = []
+        for own, keys in zip(passages, self._pairs(), strict=True):
+            free: frozenset[int] = frozenset()
+            for side, key in zip(("forward", "backward"), keys, strict=True):
+                if (rows := getattr(own, side)) is None:
+                    continue
+                each = (_split(own.layout, self._later[key][x]) for x in numbers)
+                usual, *others = (x.astype(rows.values.dtype) for x in each)
+                change, most = np.zeros_like(rows.bounds), rows.bounds
+                for other in others:
+                    change = np.maximum(change, 2 * _change(usual, other))
+                if side == "backward":
+                    size = np.linalg.norm(usual, axis=1, keepdims=True)
+                    most = np.maximum(most, BLIND * size)
+                large = (change > most).any(1)
+                free |= frozenset(np.flatnonzero(large).tolist())
+                bounds = rows.bounds + np.where(large[:, None], 0, change)
+                sides = {side: Rows(rows.values, bounds)}
+                own = replace(own, **sides, undecided={**own.undecided, side: free})
+            found.append(own)
+        return found
+
     def _through(self, key: Any, layout: Layout) -> dict[str, np.ndarray]:
         """The part of a cotangent that comes through each of the heads."""
-        exact, without = self._first[key][1], self._without[key]
-        parts = {head: exact - without[i] for i, head in enumerate(self.heads)}
+        exact, heads = self._first[key][1], enumerate(self.heads, DRAWS + 1)
+        parts = {head: exact - self._later[key][number] for number, head in heads}
         return {head: _split(layout, x) for head, x in parts.items() if x.any()}
 
     def _pairs(self) -> list[tuple[Any, Any]]:
@@ -335,6 +389,18 @@ class _Seen:
             for total, size, error, spread, _ in zip(*parts, strict=True)
         ]
         return Rows(parts[-1].astype(exact.dtype), np.stack(bounds))
+
+
+def _change(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    same = infinities(first) == infinities(second)
+    apart = np.abs(finite_part(first) - finite_part(second))
+    return np.where(same, np.nan_to_num(apart), np.inf)
+
+
+@contextmanager
+def _double() -> Iterator[None]:
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _where(kept: bool | jax.Array, pair: PrecisionPair) -> PrecisionPair:

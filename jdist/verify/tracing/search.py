@@ -12,6 +12,7 @@ Copies of a row count once, and parts of a row on several shards are added up.
 import base64
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -22,11 +23,11 @@ import numpy as np
 
 from jdist.verify.explanations import likeness
 from jdist.verify.processes import TIMEOUT, Peers
-from jdist.verify.tracing.alignment import NONE, Aligned, align, units
+from jdist.verify.tracing.alignment import NONE, Aligned, align, units, within
 from jdist.verify.tracing.layout import Layout, finite_part
 from jdist.verify.tracing.mesh_parts import ValuePart, declared, divisions, part_of
 from jdist.verify.tracing.recording import TapRecord
-from jdist.verify.tracing.reference import Passage
+from jdist.verify.tracing.reference import APART, Passage
 from jdist.verify.tracing.report import UNCOMPARED, Difference, counts_told
 
 ABSENT = "no such value is computed"
@@ -110,8 +111,22 @@ def search(
     return max(tried, key=lambda x: x[:2])[2]
 
 
-Orders = set[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Coordinates of a device, and examples as a call on it has them."""
+class _Order(NamedTuple):
+    """The order of examples at a tap.
+
+    Attributes:
+      who: For each example a number, the same for those that are equal there.
+      calls: Coordinates of a device, and examples as a call on it has them, of those
+        calls that are known.
+    """
+
+    who: np.ndarray
+    calls: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def fineness(self) -> tuple[bool, int]:
+        """How many examples it tells apart."""
+        return bool(self.calls), len(set(self.who.tolist()))
+
 
 Places = dict[int, list[Aligned]]
 """The candidate's records by place, for each part of the value; where it passed."""
@@ -253,15 +268,22 @@ def _forward(
     findings: Findings,
     peers: Peers,
 ) -> Difference | None:
-    orders: Orders = set()
+    known = (_order(own, p) for p, own in aligned.items())
+    # At the first tap that of the one which tells most examples apart.
+    order = max(known, key=_Order.fineness, default=_Order(np.arange(0), ()))
     for place, passage in enumerate(passages):
         owns = aligned.get(place, ())
         whole = passage.layout.axis is None
-        every = np.ones(len(passage.forward.values), bool) if whole else counted
+        every = np.ones(len(passage.forward.values), bool) if whole else counted.copy()
+        every[list(passage.undecided.get("forward", ()))] = False
+        if not every.any():
+            continue
         present: dict[str, set[int]] = {}
         shown: dict[str, set[str]] = {}
-        for told in peers.exchange([_told(own, place, orders) for own in owns]):
-            for part, examples, digests in told:
+        placed: dict[str, set[int]] = {}
+        for told in peers.exchange([_told(own, place, order) for own in owns]):
+            for part, examples, digests, sure in told:
+                placed.setdefault(part, set()).update(sure)
                 present.setdefault(part, set()).update(examples)
                 shown.setdefault(part, set()).update(digests)
         if not present:
@@ -286,23 +308,29 @@ def _forward(
         if wrong:
             differences = {
                 str(own.part): _wrong_values(
-                    passages, place, own, missing[str(own.part)], orders
+                    passages, place, own, missing[str(own.part)], order
                 )
                 for own in owns
                 if missing[str(own.part)]
             }
             return _joined(differences, len(present), peers)
-        findings.right.append(f"forward {passage.label}")
-        if not whole:
-            # Where equal rows give no order, that of the tap before is kept.
-            orders = set().union(*(_orders(own, place) for own in owns)) or orders
+        if all(own.issuperset(np.flatnonzero(every)) for own in placed.values()):
+            findings.right.append(f"forward {passage.label}")
+        else:
+            words = "examples have it in common, and no other tap tells whose it is"
+            findings.notes.append(f"{passage.label} was not compared: {words}")
+        # Where equal rows give no order, that of the tap before is kept.
+        order = max(_order(owns, place), order, key=_Order.fineness) if owns else order
     return None
 
 
-def _told(own: Aligned, place: int, orders: Orders) -> tuple[str, list[int], list[str]]:
+def _told(
+    own: Aligned, place: int, order: _Order
+) -> tuple[str, list[int], list[str], list[int]]:
     """The examples of which a part has been seen, and digests of values of the batch.
 
     What does not depend on the batch, such as a parameter, is the same in all calls.
+    And the examples of which it is known which rows are theirs.
     """
     # Records of another process may be of its backward pass alone.
     backward = not len(own.forward.found)
@@ -310,30 +338,62 @@ def _told(own: Aligned, place: int, orders: Orders) -> tuple[str, list[int], lis
     whole = own.passage_at(place).layout.axis is None
     digests = set(map(_digest, passed.values)) if whole else set()
     # Not by its class: an example's own value has to be there.
-    seen = own.seen_at(place, backward=backward)
-    if own.passage_at(place).decides:
-        rows = _in_order(own, place, orders)
-        seen = seen & ~np.isin(np.arange(len(seen)), list(rows))
-    return str(own.part), np.flatnonzero(seen).tolist(), sorted(digests)
+    wrong, placed = _in_order(own, place, order)
+    seen = set(np.flatnonzero(own.seen_at(place, backward=backward)).tolist())
+    return str(own.part), sorted(seen - wrong.keys()), sorted(digests), placed
 
 
-def _in_order(own: Aligned, place: int, orders: Orders) -> dict[int, int]:
-    """The wrong rows of decisions, by example, in the order of the tap before."""
-    passed, wrong = own.forward, dict[int, int]()
-    for device, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
-        tried = [
-            (int(same.sum()), p == place, order, same)
-            for there, order in orders
-            if there == device and len(order) == len(rows)
-            for p in own.places
-            for wanted in [own.passage_at(p).forward.values[list(order)]]
-            for same in [(passed.values[rows] == wanted).all(axis=1)]
-        ]
-        # The call is of the passage and the examples with which it agrees most.
-        if tried and (best := max(tried, key=lambda x: x[:2]))[1]:
-            _, _, order, same = best
-            wrong.update((order[i], int(rows[i])) for i in np.flatnonzero(~same))
-    return wrong
+def _in_order(
+    own: Aligned, place: int, order: _Order
+) -> tuple[dict[int, int], list[int]]:
+    """The wrong rows by example, and the examples of which it is known which is theirs.
+
+    Of integers, single numbers, and what examples have in common: there a value does
+    not tell whose it is. The rows of a call are those of a call at the tap before.
+    """
+    passage, passed = own.passage_at(place), own.forward
+    examples, single = np.arange(own.examples), _is_single(passage)
+    if passage.layout.axis is None:
+        return {}, examples.tolist()
+    common = _common(own.classes_at(place), order.who if order.calls else examples)
+    if not passed.calls or not (single or common.any()):
+        return {}, examples.tolist()
+    each, tried = list(passed.rows_by_call()), []
+    for number, rows in enumerate(each):
+        for k, (device, call) in enumerate(order.calls):
+            if (device, len(call)) == (passed.devices[number], len(rows)):
+                # Calls that agree equally follow each other as at the tap before.
+                far = abs(number * len(order.calls) // len(each) - k)
+                for p in own.places:
+                    wanted = (x[list(call)] for x in own.passage_at(p).forward)
+                    same = within(passed.values[rows], *wanted)
+                    tried.append((same.sum(), p == place, -far, number, (k, p), same))
+    wrong, used, known = dict[int, int](), set[Any](), set[int]()
+    for _, here, _, number, taken, same in sorted(
+        tried, key=lambda x: x[:3], reverse=True
+    ):
+        if not used & {number, taken}:
+            used |= {number, taken}
+            call = np.array(order.calls[taken[0]][1])
+            known.update(call.tolist() if here else ())
+            off = np.flatnonzero(~same) if here else []
+            wrong.update(zip(call[off].tolist(), each[number][off].tolist()))
+    theirs = np.isin(order.who, order.who[np.array(sorted(known), int)])
+    wrong = {e: row for e, row in wrong.items() if single or common[e]}
+    return wrong, examples[~common | theirs].tolist()
+
+
+def _is_single(passage: Passage) -> bool:
+    """Whether each example has one number, or integers."""
+    bounds = passage.forward.bounds
+    return bounds.shape[1] == 1 or bool((bounds == APART).all())
+
+
+def _common(classes: np.ndarray, who: np.ndarray) -> np.ndarray:
+    """Which examples have a class in common with others that are not the same there."""
+    pairs = set(zip(classes.tolist(), who.tolist(), strict=True))
+    count = Counter(label for label, _ in pairs)
+    return np.array([count[label] > 1 for label in classes.tolist()], bool)
 
 
 def _digest(row: np.ndarray) -> str:
@@ -362,17 +422,24 @@ def _joined(
     return replace(worst, examples=examples, words=words)
 
 
-def _orders(aligned: Aligned, place: int) -> Orders:
-    """The device and the order of examples of each call that is known."""
-    classes = aligned.classes_at(place)
-    each = enumerate(classes.tolist())
-    example = {c: e for e, c in each if np.sum(classes == c) == 1}
-    passed = aligned.forward
-    calls = [
-        (device, tuple(example.get(int(c), NONE) for c in passed.found[rows]))
-        for device, rows in zip(passed.devices, passed.rows_by_call(), strict=True)
-    ]
-    return {(device, call) for device, call in calls if call and NONE not in call}
+def _order(owns: Sequence[Aligned], place: int) -> _Order:
+    """The order of examples in each call that is known."""
+    classes = np.stack([own.classes_at(place) for own in owns], 1)
+    who = np.unique(classes, axis=0, return_inverse=True)[1].ravel()
+    passage, calls = owns[0].passage_at(place), []
+    # Examples of one number or route need not be equal.
+    alike = _is_single(passage) and len(set(who.tolist())) < len(who)
+    for own in () if alike or passage.layout.axis is None else owns:
+        labels = own.classes_at(place)
+        apart = ~_common(labels, who)
+        example = {c: e for e, c in enumerate(labels.tolist()) if apart[e]}
+        for device, rows in zip(
+            own.forward.devices, own.forward.rows_by_call(), strict=True
+        ):
+            found = own.forward.found[rows].tolist()
+            call = tuple(example.get(label, NONE) for label in found)
+            calls += [(device, call)] if call and NONE not in call else []
+    return _Order(who, calls)
 
 
 def _wrong_values(
@@ -380,15 +447,13 @@ def _wrong_values(
     place: int,
     aligned: Aligned,
     missing: list[int],
-    orders: Orders,
+    order: _Order,
 ) -> Difference:
     passage = aligned.passage_at(place)
     examples = tuple(missing) if passage.layout.axis is not None else ()
-    if passage.decides:
-        rows = _in_order(aligned, place, orders)
-        rows = {e: r for e, r in rows.items() if e in missing}
-    else:
-        rows = _assigned(passage, aligned, place, missing, orders)
+    wrong, _ = _in_order(aligned, place, order)
+    rows = {e: r for e, r in wrong.items() if e in missing}
+    rows = rows or _assigned(passage, aligned, place, missing, order)
     if not rows:
         return Difference("forward", passage.label, examples, float("inf"), ABSENT)
     known = sorted(rows)
@@ -405,7 +470,7 @@ def _assigned(
     aligned: Aligned,
     place: int,
     missing: list[int],
-    orders: Orders,
+    order: _Order,
 ) -> dict[int, int]:
     """The most likely row of each missing example.
 
@@ -419,11 +484,11 @@ def _assigned(
     cosine = _cosines(passed.values, expected)
     proposals = []
     for own, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
-        for device, order in orders:
-            if device == own and len(order) == len(rows) and strange[rows].any():
+        for device, call in order.calls:
+            if device == own and len(call) == len(rows) and strange[rows].any():
                 pairs = [
                     (e, int(r))
-                    for e, r in zip(order, rows, strict=True)
+                    for e, r in zip(call, rows, strict=True)
                     if strange[r] and e in missing
                 ]
                 if pairs:
@@ -611,6 +676,8 @@ class _Backward:
                 continue  # Equal values at several passages were judged with the last.
             if not (whole or any(self.counted[e] for _, e in members)):
                 continue  # A trainer may weight its examples' gradients afterwards.
+            if any(e in self._undecided(p) for p, e in members):
+                continue
             here = label in own.backward.found
             # Who has no row of an example leaves its judgement to those that have one.
             if here or (str(own.part), label) not in self.elsewhere:
@@ -705,7 +772,7 @@ class _Backward:
                 for e in range(own.examples)
                 if not wanted.values[e].any() or classes[e] in own.backward.found
             }
-        told = self.peers.exchange([unknown, sorted(known)])
+        told = self.peers.exchange([unknown, sorted(known | self._undecided(place))])
         # Without such values the examples are lost, which the gradient shows.
         if not any(unknown for unknown, _ in told):
             return ()
@@ -713,6 +780,9 @@ class _Backward:
         return tuple(
             e for e in np.flatnonzero(self.counted).tolist() if e not in reached
         )
+
+    def _undecided(self, place: int) -> Set[int]:
+        return self.passages[place].undecided.get("backward", frozenset())
 
     def _flowing(
         self, own: Aligned, label: int, members: list[tuple[int, int]]

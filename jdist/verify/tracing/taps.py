@@ -25,8 +25,8 @@ def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
     axes do not exist, as on one device, they are ignored.
 
     Args:
-      x: Array or pytree of arrays, of any shapes. Its floating leaves are marked, and
-        its integers, such as the experts that are chosen.
+      x: Array or pytree of arrays, of any shapes. Its floating leaves are marked,
+        integers, such as the experts that are chosen, and masks.
       name: The value's name, such as "block3/attention". It may occur again: in a
         loop, or where a layer is called twice. Leaves of a tree get their paths added.
       **axes: Mesh axes to the dimension that is divided over them, in equal blocks in
@@ -60,8 +60,8 @@ def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
         return x
 
     def marked(keys: tuple[Any, ...], leaf: PyTree) -> PyTree:
-        shown = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number)
-        if not shown:
+        kinds = jnp.number, jnp.bool_
+        if not any(jnp.issubdtype(getattr(leaf, "dtype", object), x) for x in kinds):
             return leaf
         own = f"{name}/{path_of(keys)}" if keys else name
         mesh = _mesh_axes(axes, jnp.ndim(leaf))

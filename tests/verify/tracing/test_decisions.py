@@ -95,6 +95,69 @@ def test_routes_of_several_layers_and_of_recomputations(rng):
         assert wrong.difference.examples == (9,)
 
 
+def balanced(params, x, turned=(), part=lambda load: load):
+    """A scalar loss: the mixture's, and the load of its experts over the batch."""
+    h = verify.tap(jnp.tanh(x @ params["w"]), "hidden")
+    probs = verify.tap(jax.nn.softmax(h @ params["router"], -1), "probabilities")
+    _, best = lax.top_k(probs, 3)
+    second = jnp.where(among(x, turned), best[:, 2], best[:, 1])
+    two = verify.tap(jnp.stack([best[:, 0], second], 1), "route")
+    chosen = jax.nn.one_hot(two, EXPERTS, dtype=h.dtype).sum(1)
+    gates = verify.tap(probs * chosen, "gates")
+    out = verify.tap(jnp.einsum("be,be->b", gates, h @ params["experts"]), "out")
+    share = lax.stop_gradient(chosen.mean(0))
+    load = verify.tap((share * probs.mean(0)).sum(), "load")
+    return ((out - 1) ** 2).mean() + part(load)
+
+
+@jax.custom_vjp
+def halved(x):
+    """The identity, with half of the derivative."""
+    return x
+
+
+halved.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
+
+
+def test_in_a_loss_over_the_batch_a_near_route_is_no_fault_and_hides_none(tied):
+    """Another route of one example changes the cotangents of all."""
+    params, x = tied
+    judge = verify.trace_judge(balanced, params, x, finite_differences=False)
+
+    def asked(*turned, **options):
+        names = x[jnp.array(turned, int), -1]
+        return judge(
+            jax.jit(jax.value_and_grad(lambda p, x: balanced(p, x, names, **options)))
+        )
+
+    right = asked()
+    assert right.ok, str(right)
+    assert right.difference is None
+    other = asked(TIED)
+    assert not other.report.failures, str(other)
+    assert other.difference is None, str(other)
+    note = f"examples {TIED} have decisions within rounding"
+    assert any(note in each for each in other.notes)
+    assert "forward route" in other.right
+    for clear in (9, 20):
+        for turned in ([clear], [clear, TIED]):
+            found = asked(*turned)
+            assert found.report.failures, str(found)
+            assert (found.difference.direction, found.difference.tap) == (
+                "forward", "route",
+            ), str(found)  # fmt: skip
+            assert found.difference.examples == (clear,)
+    for turned in ([], [TIED]):
+        found = asked(*turned, part=halved)
+        assert found.report.failures, str(found)
+        # The load's own value is the tie's.
+        assert (found.difference.direction, found.difference.tap) == (
+            "backward", "probabilities",
+        )  # fmt: skip
+        words = "its part through load is 0.5 times"
+        assert turned or words in found.difference.words
+
+
 def test_integers_in_an_update_are_no_values_of_their_own():
     """A count that is tapped with the rest of a state is judged as a leaf."""
 

@@ -580,6 +580,73 @@ def test_an_example_is_found_by_its_own_value_not_by_its_neighbours():
     assert "of example 6" in difference.words
 
 
+COMMON = {
+    "a mask": ([1.0, 0, 1, 1, 0, 1, 0], BOUND),
+    "weights": ([1.0, 0.5, 1, 2, 0.5, 3, 0.5], BOUND),
+    "routes": ([3, 1, 3, 2, 1, 3, 1], 0.25),
+    "only ones": ([1.0] * EXAMPLES, BOUND),
+}
+
+
+def with_common(reference, name, *, first=False):
+    """The reference with a value that examples have in common."""
+    values, bound = COMMON[name]
+    rows_of = np.array(values).reshape(-1, 1)
+    own = Passage(
+        "common", "common", Layout((EXAMPLES,), 0, 1),
+        Rows(rows_of, np.full(rows_of.shape, bound)), None,
+    )  # fmt: skip
+    passages = reference.passages()
+    passages.insert(0 if first else 1, own)
+    return rows_of[:, 0], passages
+
+
+@pytest.mark.parametrize("parts", [PARTS, [(e,) for e in range(EXAMPLES)]])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", COMMON)
+def test_what_examples_have_in_common_is_compared_in_their_order(
+    reference, name, first, parts
+):
+    """In calls of several examples, and of one."""
+    values, passages = with_common(reference, name, first=first)
+    counted = np.ones(EXAMPLES, bool)
+
+    def asked(own):
+        records = reference.trained(parts, [1.0] * len(parts))
+        records += [TapRecord("common", 0, own[list(part)], None) for part in parts]
+        return search(passages, records, counted)
+
+    right = asked(values)
+    assert right.difference is None
+    assert "forward common" in right.right
+    for example in (1, 4, 5):
+        wrong = values.copy()
+        # Another example's value, which by itself is right.
+        wrong[example] = values[example - 1] if name != "only ones" else 0
+        wrong[example] += 0 if wrong[example] != values[example] else 1
+        difference = asked(wrong).difference
+        assert (difference.tap, difference.examples) == ("common", (example,))
+        assert f"of example {example}" in difference.words
+    swapped = values[[0, 1, 2, 4, 3, 5, 6]]
+    # Calls of one example each might come in another order.
+    if name != "only ones" and parts is PARTS:
+        assert asked(swapped).difference.examples == (3, 4)
+
+
+def test_whose_value_it_is_may_be_unknown(reference):
+    """Where no other tap tells, nothing is said to be right."""
+    values, passages = with_common(reference, "a mask")
+    records = [TapRecord("common", 0, values, None)]
+    found = search(passages, records, np.ones(EXAMPLES, bool))
+    assert found.difference is None
+    assert found.right == []
+    assert any("common was not compared: examples have it" in x for x in found.notes)
+    # What is no example's at all is wrong all the same.
+    absent = [TapRecord("common", 0, np.ones(EXAMPLES), None)]
+    found = search(passages, absent, np.ones(EXAMPLES, bool))
+    assert (found.difference.tap, found.difference.examples) == ("common", (1, 4, 6))
+
+
 @pytest.mark.parametrize("wrong", range(3))
 def test_values_of_the_batch_are_in_the_order_of_the_program(rng, wrong):
     """One number cannot tell which passage it is, and XLA runs taps in any order."""
