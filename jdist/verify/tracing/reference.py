@@ -14,8 +14,7 @@ wider bounds.
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -156,12 +155,12 @@ def traced_reference(
     rows = counted.rows
     others = _traced(loss_fn, params, counted, *options, examples and len(rows))
 
-    def joined(passages: list[Passage], cotangents: list[Passage]) -> list[Passage]:
-        pairs = zip(passages, cotangents, strict=True)
+    def joined(passages: list[Passage]) -> list[Passage]:
+        pairs = zip(passages, others.passages, strict=True)
         return [own.with_cotangents(other, rows) for own, other in pairs]
 
-    own = joined(found.passages, others.passages)
-    return TracedReference(own, lambda: joined(found.undecided(), others.undecided()))
+    own = joined(found.passages)
+    return TracedReference(own, lambda: joined(found.undecided()))
 
 
 def _traced(
@@ -187,7 +186,8 @@ def _traced(
     # Exactly, perturbed, and exactly without the cotangent of each of `seen.heads`.
     forms = [BOTH, *[drawn] * DRAWS, *[EXACT] * len(seen.heads)]
     with (
-        _double(),
+        double_precision(),
+        jax.numpy_dtype_promotion("standard"),
         progress("tracing the reference", 0 if pieces.tiny else len(forms)) as advance,
     ):
         for number, form in enumerate(forms):
@@ -205,7 +205,7 @@ def _traced(
     @cache
     def undecided() -> list[Passage]:
         made = [decided]
-        with _double():
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
             for amplitude, seed in errors(0) if pieces.decisions else ():
                 made.append(Recording())
                 # Numbers below 0 are of runs whose taps do not count.
@@ -213,7 +213,7 @@ def _traced(
                 run(drawn, recording=made[-1], replay=decided, **options)
             for number, other in enumerate(made, len(forms)):
                 run(EXACT, seed=number, replay={**decided, **other})
-        return seen.undecided(own, range(len(forms), len(forms) + len(made)))
+        return seen.undecided(own, len(forms))
 
     return TracedReference(own, undecided)
 
@@ -313,29 +313,30 @@ class _Seen:
             found.append(Passage(name, label, layout, rows, theirs, through))
         return found
 
-    def undecided(
-        self, passages: Sequence[Passage], numbers: Sequence[int]
-    ) -> list[Passage]:
-        """The passages with what later runs change; the first of these is usual."""
+    def undecided(self, passages: Sequence[Passage], first: int) -> list[Passage]:
+        """The passages with what runs from the first on change; that one is usual."""
         found = []
         for own, keys in zip(passages, self._pairs(), strict=True):
             free: frozenset[int] = frozenset()
             for side, key in zip(("forward", "backward"), keys, strict=True):
-                if (rows := getattr(own, side)) is None:
+                rows: Rows | None = getattr(own, side)
+                # A loop may end sooner, by another choice.
+                shown = [x for n, x in sorted(self._later[key].items()) if n >= first]
+                if rows is None or not shown:
                     continue
-                each = (_split(own.layout, self._later[key][x]) for x in numbers)
-                usual, *others = (x.astype(rows.values.dtype) for x in each)
-                change, most = np.zeros_like(rows.bounds), rows.bounds
-                for other in others:
-                    change = np.maximum(change, 2 * _change(usual, other))
+                dtype = rows.values.dtype
+                usual, *_ = each = [_split(own.layout, x).astype(dtype) for x in shown]
+                change = 2 * np.max([_change(x, usual) for x in each], axis=0)
+                most = rows.bounds
                 if side == "backward":
                     size = np.linalg.norm(usual, axis=1, keepdims=True)
                     most = np.maximum(most, BLIND * size)
                 large = (change > most).any(1)
-                free |= frozenset(np.flatnonzero(large).tolist())
+                free |= {*np.flatnonzero(large).tolist()}
                 bounds = rows.bounds + np.where(large[:, None], 0, change)
-                sides = {side: Rows(rows.values, bounds)}
-                own = replace(own, **sides, undecided={**own.undecided, side: free})
+                undecided = {**own.undecided, side: free}
+                wider = {side: Rows(rows.values, bounds)}
+                own = replace(own, **wider, undecided=undecided)
             found.append(own)
         return found
 
@@ -395,12 +396,6 @@ def _change(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     same = infinities(first) == infinities(second)
     apart = np.abs(finite_part(first) - finite_part(second))
     return np.where(same, np.nan_to_num(apart), np.inf)
-
-
-@contextmanager
-def _double() -> Iterator[None]:
-    with double_precision(), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _where(kept: bool | jax.Array, pair: PrecisionPair) -> PrecisionPair:

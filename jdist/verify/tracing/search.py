@@ -12,7 +12,6 @@ Copies of a row count once, and parts of a row on several shards are added up.
 import base64
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -111,21 +110,18 @@ def search(
     return max(tried, key=lambda x: x[:2])[2]
 
 
-class _Order(NamedTuple):
+class Orders(NamedTuple):
     """The order of examples at a tap.
 
     Attributes:
-      who: For each example a number, the same for those that are equal there.
-      calls: Coordinates of a device, and examples as a call on it has them, of those
-        calls that are known.
+      who: For each example a number, the same for those that are equal at all taps of
+        more than a number.
+      calls: Coordinates of a device, and examples as a call on it has them, of each
+        call that is known.
     """
 
     who: np.ndarray
-    calls: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def fineness(self) -> tuple[bool, int]:
-        """How many examples it tells apart."""
-        return bool(self.calls), len(set(self.who.tolist()))
+    calls: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 Places = dict[int, list[Aligned]]
@@ -268,9 +264,10 @@ def _forward(
     findings: Findings,
     peers: Peers,
 ) -> Difference | None:
-    known = (_order(own, p) for p, own in aligned.items())
-    # At the first tap that of the one which tells most examples apart.
-    order = max(known, key=_Order.fineness, default=_Order(np.arange(0), ()))
+    who = _identities(aligned)
+    # At the first tap that of any other one.
+    known = [_calls(own, p, who) for p, own in aligned.items()]
+    orders = Orders(who, max(known, key=len, default=[]))
     for place, passage in enumerate(passages):
         owns = aligned.get(place, ())
         whole = passage.layout.axis is None
@@ -280,17 +277,17 @@ def _forward(
             continue
         present: dict[str, set[int]] = {}
         shown: dict[str, set[str]] = {}
-        placed: dict[str, set[int]] = {}
-        for told in peers.exchange([_told(own, place, order) for own in owns]):
-            for part, examples, digests, sure in told:
-                placed.setdefault(part, set()).update(sure)
+        sure = True
+        for told in peers.exchange([_told(own, place, orders) for own in owns]):
+            for part, examples, digests, ordered in told:
+                sure &= ordered
                 present.setdefault(part, set()).update(examples)
                 shown.setdefault(part, set()).update(digests)
         if not present:
             continue
         missing = {
-            part: [e for e in np.flatnonzero(every).tolist() if e not in known]
-            for part, known in present.items()
+            part: [e for e in np.flatnonzero(every).tolist() if e not in seen]
+            for part, seen in present.items()
         }
         wrong = [part for part, examples in missing.items() if examples]
         passes = sum(
@@ -308,29 +305,30 @@ def _forward(
         if wrong:
             differences = {
                 str(own.part): _wrong_values(
-                    passages, place, own, missing[str(own.part)], order
+                    passages, place, own, missing[str(own.part)], orders
                 )
                 for own in owns
                 if missing[str(own.part)]
             }
             return _joined(differences, len(present), peers)
-        if all(own.issuperset(np.flatnonzero(every)) for own in placed.values()):
+        if sure:
             findings.right.append(f"forward {passage.label}")
         else:
             words = "examples have it in common, and no other tap tells whose it is"
             findings.notes.append(f"{passage.label} was not compared: {words}")
         # Where equal rows give no order, that of the tap before is kept.
-        order = max(_order(owns, place), order, key=_Order.fineness) if owns else order
+        calls = max(_calls(owns, place, who), orders.calls, key=len)
+        orders = orders._replace(calls=calls)
     return None
 
 
 def _told(
-    own: Aligned, place: int, order: _Order
-) -> tuple[str, list[int], list[str], list[int]]:
+    own: Aligned, place: int, orders: Orders
+) -> tuple[str, list[int], list[str], bool]:
     """The examples of which a part has been seen, and digests of values of the batch.
 
     What does not depend on the batch, such as a parameter, is the same in all calls.
-    And the examples of which it is known which rows are theirs.
+    And whether it is known whose the rows are.
     """
     # Records of another process may be of its backward pass alone.
     backward = not len(own.forward.found)
@@ -338,62 +336,81 @@ def _told(
     whole = own.passage_at(place).layout.axis is None
     digests = set(map(_digest, passed.values)) if whole else set()
     # Not by its class: an example's own value has to be there.
-    wrong, placed = _in_order(own, place, order)
-    seen = set(np.flatnonzero(own.seen_at(place, backward=backward)).tolist())
-    return str(own.part), sorted(seen - wrong.keys()), sorted(digests), placed
+    seen = own.seen_at(place, backward=backward)
+    wrong, known = _in_order(own, place, orders)
+    seen = seen & ~np.isin(np.arange(len(seen)), list(wrong))
+    return str(own.part), np.flatnonzero(seen).tolist(), sorted(digests), known
 
 
-def _in_order(
-    own: Aligned, place: int, order: _Order
-) -> tuple[dict[int, int], list[int]]:
-    """The wrong rows by example, and the examples of which it is known which is theirs.
+def _in_order(own: Aligned, place: int, orders: Orders) -> tuple[dict[int, int], bool]:
+    """The wrong rows by example, and whether it is known whose the rows are.
 
     Of integers, single numbers, and what examples have in common: there a value does
     not tell whose it is. The rows of a call are those of a call at the tap before.
     """
-    passage, passed = own.passage_at(place), own.forward
-    examples, single = np.arange(own.examples), _is_single(passage)
+    passage, single = own.passage_at(place), _is_single(own, place)
     if passage.layout.axis is None:
-        return {}, examples.tolist()
-    common = _common(own.classes_at(place), order.who if order.calls else examples)
-    if not passed.calls or not (single or common.any()):
-        return {}, examples.tolist()
-    each, tried = list(passed.rows_by_call()), []
-    for number, rows in enumerate(each):
-        for k, (device, call) in enumerate(order.calls):
-            if (device, len(call)) == (passed.devices[number], len(rows)):
-                # Calls that agree equally follow each other as at the tap before.
-                far = abs(number * len(order.calls) // len(each) - k)
-                for p in own.places:
-                    wanted = (x[list(call)] for x in own.passage_at(p).forward)
-                    same = within(passed.values[rows], *wanted)
-                    tried.append((same.sum(), p == place, -far, number, (k, p), same))
-    wrong, used, known = dict[int, int](), set[Any](), set[int]()
-    for _, here, _, number, taken, same in sorted(
-        tried, key=lambda x: x[:3], reverse=True
-    ):
-        if not used & {number, taken}:
-            used |= {number, taken}
-            call = np.array(order.calls[taken[0]][1])
-            known.update(call.tolist() if here else ())
-            off = np.flatnonzero(~same) if here else []
-            wrong.update(zip(call[off].tolist(), each[number][off].tolist()))
-    theirs = np.isin(order.who, order.who[np.array(sorted(known), int)])
-    wrong = {e: row for e, row in wrong.items() if single or common[e]}
-    return wrong, examples[~common | theirs].tolist()
+        return {}, True
+    common = _common(own.classes_at(place), orders.who)
+    wrong, known = dict[int, int](), not (single and common.any())
+    if not (single or common.any()):
+        return wrong, True
+    for call, rows in _matched(own, place, orders):
+        same = within(own.forward.values[rows], *(x[call] for x in passage.forward))
+        pairs = zip(call[~same].tolist(), rows[~same].tolist(), strict=True)
+        wrong.update((e, row) for e, row in pairs if single or common[e])
+        known = True
+    return wrong, known
 
 
-def _is_single(passage: Passage) -> bool:
+def _identities(aligned: Places) -> np.ndarray:
+    """For each example a number, the same for those that no tap tells apart."""
+    every = [(own, p) for p, owns in aligned.items() for own in owns]
+    labels = [
+        own.classes_at(p)
+        for own, p in every
+        if own.passage_at(p).layout.axis is not None and not _is_single(own, p)
+    ]
+    if not labels:
+        return np.arange(max((own.examples for own, _ in every), default=0))
+    return np.unique(np.stack(labels, 1), axis=0, return_inverse=True)[1].ravel()
+
+
+def _is_single(own: Aligned, place: int) -> bool:
     """Whether each example has one number, or integers."""
-    bounds = passage.forward.bounds
+    bounds = own.passage_at(place).forward.bounds
     return bounds.shape[1] == 1 or bool((bounds == APART).all())
 
 
 def _common(classes: np.ndarray, who: np.ndarray) -> np.ndarray:
-    """Which examples have a class in common with others that are not the same there."""
-    pairs = set(zip(classes.tolist(), who.tolist(), strict=True))
-    count = Counter(label for label, _ in pairs)
-    return np.array([count[label] > 1 for label in classes.tolist()], bool)
+    """Which examples have a class in common with others that are not equal to them."""
+    pairs = np.unique(np.stack([classes, who], 1), axis=0)
+    common: np.ndarray = np.bincount(pairs[:, 0])[classes] > 1
+    return common
+
+
+def _matched(
+    own: Aligned, place: int, orders: Orders
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The examples and the rows of each call, which is like one at the tap before."""
+    values, each = own.forward.values, list(own.forward.rows_by_call())
+    tried = [
+        (int(same.sum()), p == place, -abs(number * len(orders.calls) // len(each) - k),
+         number, (k, p))
+        for number, rows in enumerate(each)
+        for k, (device, call) in enumerate(orders.calls)
+        if (device, len(call)) == (own.forward.devices[number], len(rows))
+        for p in own.places
+        for wanted in [(x[list(call)] for x in own.passage_at(p).forward)]
+        for same in [within(values[rows], *wanted)]
+    ]  # fmt: skip
+    used: set[Any] = set()
+    # The calls that agree most first; those that agree equally in their order.
+    for *_, number, taken in sorted(tried, reverse=True):
+        if not used & {number, taken}:
+            used |= {number, taken}
+            if taken[1] == place:
+                yield np.array(orders.calls[taken[0]][1]), each[number]
 
 
 def _digest(row: np.ndarray) -> str:
@@ -422,24 +439,24 @@ def _joined(
     return replace(worst, examples=examples, words=words)
 
 
-def _order(owns: Sequence[Aligned], place: int) -> _Order:
-    """The order of examples in each call that is known."""
-    classes = np.stack([own.classes_at(place) for own in owns], 1)
-    who = np.unique(classes, axis=0, return_inverse=True)[1].ravel()
-    passage, calls = owns[0].passage_at(place), []
-    # Examples of one number or route need not be equal.
-    alike = _is_single(passage) and len(set(who.tolist())) < len(who)
-    for own in () if alike or passage.layout.axis is None else owns:
-        labels = own.classes_at(place)
-        apart = ~_common(labels, who)
-        example = {c: e for e, c in enumerate(labels.tolist()) if apart[e]}
+def _calls(
+    owns: Sequence[Aligned], place: int, who: np.ndarray
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The device and the order of examples of each call that is known."""
+    return [
+        (device, call)
+        for own in owns
+        if own.passage_at(place).layout.axis is not None
+        for classes in [own.classes_at(place)]
+        for apart in [np.flatnonzero(~_common(classes, who))]
+        for example in [dict(zip(classes[apart].tolist(), apart.tolist(), strict=True))]
         for device, rows in zip(
             own.forward.devices, own.forward.rows_by_call(), strict=True
-        ):
-            found = own.forward.found[rows].tolist()
-            call = tuple(example.get(label, NONE) for label in found)
-            calls += [(device, call)] if call and NONE not in call else []
-    return _Order(who, calls)
+        )
+        for found in [own.forward.found[rows].tolist()]
+        for call in [tuple(example.get(label, NONE) for label in found)]
+        if call and NONE not in call
+    ]
 
 
 def _wrong_values(
@@ -447,13 +464,13 @@ def _wrong_values(
     place: int,
     aligned: Aligned,
     missing: list[int],
-    order: _Order,
+    orders: Orders,
 ) -> Difference:
     passage = aligned.passage_at(place)
     examples = tuple(missing) if passage.layout.axis is not None else ()
-    wrong, _ = _in_order(aligned, place, order)
+    wrong, _ = _in_order(aligned, place, orders)
     rows = {e: r for e, r in wrong.items() if e in missing}
-    rows = rows or _assigned(passage, aligned, place, missing, order)
+    rows = rows or _assigned(passage, aligned, place, missing, orders)
     if not rows:
         return Difference("forward", passage.label, examples, float("inf"), ABSENT)
     known = sorted(rows)
@@ -470,7 +487,7 @@ def _assigned(
     aligned: Aligned,
     place: int,
     missing: list[int],
-    order: _Order,
+    orders: Orders,
 ) -> dict[int, int]:
     """The most likely row of each missing example.
 
@@ -484,7 +501,7 @@ def _assigned(
     cosine = _cosines(passed.values, expected)
     proposals = []
     for own, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
-        for device, call in order.calls:
+        for device, call in orders.calls:
             if device == own and len(call) == len(rows) and strange[rows].any():
                 pairs = [
                     (e, int(r))
