@@ -110,19 +110,9 @@ def search(
     return max(tried, key=lambda x: x[:2])[2]
 
 
-class Orders(NamedTuple):
-    """The order of examples at a tap.
-
-    Attributes:
-      who: For each example a number, the same for those that are equal at all taps of
-        more than a number.
-      calls: Coordinates of a device, and examples as a call on it has them, of each
-        call that is known.
-    """
-
-    who: np.ndarray
-    calls: list[tuple[tuple[int, ...], tuple[int, ...]]]
-
+Orders = list[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Coordinates of a device, and examples as a call on it has them, call by call; `NONE`
+for those that are not known."""
 
 Places = dict[int, list[Aligned]]
 """The candidate's records by place, for each part of the value; where it passed."""
@@ -264,10 +254,8 @@ def _forward(
     findings: Findings,
     peers: Peers,
 ) -> Difference | None:
-    who = _identities(aligned)
-    # At the first tap that of any other one.
-    known = [_calls(own, p, who) for p, own in aligned.items()]
-    orders = Orders(who, max(known, key=len, default=[]))
+    # At the first tap those of any other one.
+    orders = max((_orders(x, p) for p, x in aligned.items()), key=_known, default=[])
     for place, passage in enumerate(passages):
         owns = aligned.get(place, ())
         whole = passage.layout.axis is None
@@ -317,8 +305,7 @@ def _forward(
             words = "examples have it in common, and no other tap tells whose it is"
             findings.notes.append(f"{passage.label} was not compared: {words}")
         # Where equal rows give no order, that of the tap before is kept.
-        calls = max(_calls(owns, place, who), orders.calls, key=len)
-        orders = orders._replace(calls=calls)
+        orders = max(_orders(owns, place), orders, key=_known)
     return None
 
 
@@ -348,12 +335,11 @@ def _in_order(own: Aligned, place: int, orders: Orders) -> tuple[dict[int, int],
     Of integers, single numbers, and what examples have in common: there a value does
     not tell whose it is. The rows of a call are those of a call at the tap before.
     """
-    passage, single = own.passage_at(place), _is_single(own, place)
-    if passage.layout.axis is None:
-        return {}, True
-    common = _common(own.classes_at(place), orders.who)
+    passage, common = own.passage_at(place), _common(own.classes_at(place))
+    bounds = passage.forward.bounds
+    single = bounds.shape[1] == 1 or bool((bounds == APART).all())
     wrong, known = dict[int, int](), not (single and common.any())
-    if not (single or common.any()):
+    if passage.layout.axis is None or not (single or common.any()):
         return wrong, True
     for call, rows in _matched(own, place, orders):
         same = within(own.forward.values[rows], *(x[call] for x in passage.forward))
@@ -363,29 +349,9 @@ def _in_order(own: Aligned, place: int, orders: Orders) -> tuple[dict[int, int],
     return wrong, known
 
 
-def _identities(aligned: Places) -> np.ndarray:
-    """For each example a number, the same for those that no tap tells apart."""
-    every = [(own, p) for p, owns in aligned.items() for own in owns]
-    labels = [
-        own.classes_at(p)
-        for own, p in every
-        if own.passage_at(p).layout.axis is not None and not _is_single(own, p)
-    ]
-    if not labels:
-        return np.arange(max((own.examples for own, _ in every), default=0))
-    return np.unique(np.stack(labels, 1), axis=0, return_inverse=True)[1].ravel()
-
-
-def _is_single(own: Aligned, place: int) -> bool:
-    """Whether each example has one number, or integers."""
-    bounds = own.passage_at(place).forward.bounds
-    return bounds.shape[1] == 1 or bool((bounds == APART).all())
-
-
-def _common(classes: np.ndarray, who: np.ndarray) -> np.ndarray:
-    """Which examples have a class in common with others that are not equal to them."""
-    pairs = np.unique(np.stack([classes, who], 1), axis=0)
-    common: np.ndarray = np.bincount(pairs[:, 0])[classes] > 1
+def _common(classes: np.ndarray) -> np.ndarray:
+    """Which examples have a class in common with others."""
+    common: np.ndarray = np.bincount(classes)[classes] > 1
     return common
 
 
@@ -395,22 +361,24 @@ def _matched(
     """The examples and the rows of each call, which is like one at the tap before."""
     values, each = own.forward.values, list(own.forward.rows_by_call())
     tried = [
-        (int(same.sum()), p == place, -abs(number * len(orders.calls) // len(each) - k),
+        (int(same.sum()), p == place, -abs(number * len(orders) // len(each) - k),
          number, (k, p))
         for number, rows in enumerate(each)
-        for k, (device, call) in enumerate(orders.calls)
+        for k, (device, call) in enumerate(orders)
         if (device, len(call)) == (own.forward.devices[number], len(rows))
+        for known in [np.array(call) != NONE]
         for p in own.places
-        for wanted in [(x[list(call)] for x in own.passage_at(p).forward)]
-        for same in [within(values[rows], *wanted)]
+        for wanted in [(x[np.array(call)[known]] for x in own.passage_at(p).forward)]
+        for same in [within(values[rows[known]], *wanted)]
     ]  # fmt: skip
     used: set[Any] = set()
     # The calls that agree most first; those that agree equally in their order.
-    for *_, number, taken in sorted(tried, reverse=True):
-        if not used & {number, taken}:
-            used |= {number, taken}
-            if taken[1] == place:
-                yield np.array(orders.calls[taken[0]][1]), each[number]
+    for *_, number, (k, p) in sorted(tried, reverse=True):
+        if not used & {number, (k, p)}:
+            used |= {number, (k, p)}
+            call = np.array(orders[k][1])
+            if p == place:
+                yield call[call != NONE], each[number][call != NONE]
 
 
 def _digest(row: np.ndarray) -> str:
@@ -439,24 +407,27 @@ def _joined(
     return replace(worst, examples=examples, words=words)
 
 
-def _calls(
-    owns: Sequence[Aligned], place: int, who: np.ndarray
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The device and the order of examples of each call that is known."""
+def _orders(owns: Sequence[Aligned], place: int) -> Orders:
+    """The device and the order of examples of each call, as far as it is known."""
     return [
         (device, call)
         for own in owns
         if own.passage_at(place).layout.axis is not None
         for classes in [own.classes_at(place)]
-        for apart in [np.flatnonzero(~_common(classes, who))]
+        for apart in [np.flatnonzero(~_common(classes))]
         for example in [dict(zip(classes[apart].tolist(), apart.tolist(), strict=True))]
         for device, rows in zip(
             own.forward.devices, own.forward.rows_by_call(), strict=True
         )
         for found in [own.forward.found[rows].tolist()]
         for call in [tuple(example.get(label, NONE) for label in found)]
-        if call and NONE not in call
+        if {*call} - {NONE}
     ]
+
+
+def _known(orders: Orders) -> int:
+    """Of how many rows it is known whose they are."""
+    return sum(e != NONE for _, call in orders for e in call)
 
 
 def _wrong_values(
@@ -501,7 +472,7 @@ def _assigned(
     cosine = _cosines(passed.values, expected)
     proposals = []
     for own, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
-        for device, call in orders.calls:
+        for device, call in orders:
             if device == own and len(call) == len(rows) and strange[rows].any():
                 pairs = [
                     (e, int(r))
