@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._tree import PyTree
-from jdist.verify.bound import Limit
+from jdist.verify.bound import Limit, in_double
 from jdist.verify.draws import draws_nothing, draws_of_its_own, split_dependent
 from jdist.verify.processes import Peers, as_the_caller, held
 
@@ -26,8 +26,16 @@ CHANGES = (
     "own in the batch: verify.keyed(loss_fn), docs/verify.md, Random numbers"
 )
 
+ADDS = (
+    "further calls with the same arguments add the same each: it keeps something from "
+    "call to call, such as gradients that are not set to zero"
+)
+
 # How often a failing candidate is called, to see whether it repeats itself.
 CALLS = 3
+
+# By how many bounds a value changes that random numbers do not change twice alike.
+CLEAR = 100
 
 
 def called(
@@ -96,13 +104,15 @@ def excuse(
     if draws:
         return OWN_DRAWS, ()
     # Every call has to differ: a candidate that returns a cached result is wrong.
-    changes = 0
+    pairs = []
     for pair in pairwise(islice(answers, CALLS)):
         # Each process sees its own shards only.
         if not all(peers.exchange(_apart(*pair, limits))):
             break
-        changes += 1
-    if changes == CALLS - 1:
+        pairs.append(pair)
+    if len(pairs) == CALLS - 1:
+        if any(peers.exchange(_adds_up(*pairs[0], pairs[1][1], limits))):
+            return "", (f"{name}: {ADDS}",)
         return CHANGES, ()
     if draws is not None:
         return "", ()
@@ -132,5 +142,28 @@ def _apart(
             with np.errstate(invalid="ignore"):
                 difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
             if (difference > allowed[x.index]).any():
+                return True
+    return False
+
+
+def _adds_up(
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    third: Mapping[str, Any],
+    limits: Mapping[str, Limit | None],
+) -> bool:
+    """Whether entries of a leaf change by the same twice, far more than by rounding."""
+    for path, limit in limits.items():
+        each = [x.get(path) for x in (first, second, third)]
+        if limit is None or any(x is None for x in each):
+            continue
+        for shards in zip(*(held(x).shards for x in each), strict=True):
+            one, two, three = (in_double(shard.values) for shard in shards)
+            allowed = np.broadcast_to(limit.bound, held(each[0]).shape)
+            allowed = allowed[shards[0].index]
+            with np.errstate(invalid="ignore"):
+                moved = np.abs(two - one) > CLEAR * allowed
+                again = np.abs(three - 2 * two + one) <= 4 * allowed
+            if moved.sum() > 1 and again[moved].all():
                 return True
     return False

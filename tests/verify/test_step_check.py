@@ -469,6 +469,33 @@ def test_a_right_trainer_with_dropout_is_never_called_wrong():
     assert [one.candidate for one in report.attributions] == ["wrong"]
 
 
+def test_gradients_that_are_not_set_to_zero_are_no_random_numbers():
+    """Further calls of a trainer that accumulates add the same gradient each."""
+    opt = OPTIMIZERS["momentum"]
+    params, batches = problem(steps=3)
+
+    def accumulating(zeroed):
+        kept = []
+
+        def train(params, state, batch):
+            kept.append(jax.grad(lambda p: losses(p, batch).mean())(params))
+            total = jax.tree.map(lambda *leaves: sum(leaves), *kept)
+            if zeroed:
+                kept.clear()
+            return opt.step(params, total, state)
+
+        return train
+
+    candidates = {"right": accumulating(True), "wrong": accumulating(False)}
+    state = params, opt.init(params)
+    report = verify.step(losses, opt.step, state, batches, candidates)
+    assert report.of("right").ok, str(report)
+    assert report.of("wrong").failures, str(report)
+    (cause,) = report.attributions
+    assert (cause.candidate, cause.step, cause.part) == ("wrong", 2, "gradient")
+    assert any("it keeps something from call to call" in x for x in report.notes)
+
+
 def test_trainers_may_donate_what_they_are_given():
     """Each gets arrays of its own, also when it is called again."""
     opt = OPTIMIZERS["momentum"]

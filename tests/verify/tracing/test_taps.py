@@ -119,7 +119,9 @@ def test_derivatives_of_any_kind_pass():
 def test_trees_are_marked_leaf_by_leaf_with_their_numbers_and_masks():
     def both(w):
         tree = tap({"a": w, "b": [w * 2, jnp.arange(3)], "c": w > 0, "d": "no"}, "x")
-        return tree["a"] + jnp.where(tree["c"], tree["b"][0], tree["b"][1].astype(w.dtype)[0])
+        return tree["a"] + jnp.where(
+            tree["c"], tree["b"][0], tree["b"][1].astype(w.dtype)[0]
+        )
 
     _, records = recorded(jax.jit(both), W)
     assert {r.name for r in records} == {"x/a", "x/b/0", "x/b/1", "x/c"}
