@@ -137,8 +137,9 @@ def trace_judge(
         params, batch, weights = brought(given)
         examples = _examples(batch)
         batches = Counted(batch, weights), reference.counted
-        options = reduction, accumulation, examples
-        traced = traced_reference(loss_fn, params, *batches, *options)
+        traced = traced_reference(
+            loss_fn, params, *batches, reduction, accumulation, examples
+        )
         apart = jax.eval_shape(loss_fn, params, batch).shape != ()
     if not traced.passages:
         rule = "must mark values with verify.tap"
@@ -194,7 +195,7 @@ def _searched(
         passages = traced.undecided()
         findings = search(passages, records, counted, peers)
         each = (x.undecided["forward"] for x in passages if x.layout.axis is not None)
-        free = sorted(next(filter(None, each), ()))
+        free = tuple(sorted(next(filter(None, each), ())))
         if free:
             words = f"examples {ranges(free)} have decisions within rounding"
             findings.notes.append(f"{words}: their taps are not compared")

@@ -209,8 +209,14 @@ def _traced(
             for amplitude, seed in errors(0) if pieces.decisions else ():
                 made.append(Recording())
                 # Numbers below 0 are of runs whose taps do not count.
-                options = {"amplitude": amplitude, "seed": -seed, "free": True}
-                run(drawn, recording=made[-1], replay=decided, **options)
+                run(
+                    drawn,
+                    amplitude=amplitude,
+                    seed=-seed,
+                    recording=made[-1],
+                    replay=decided,
+                    free=True,
+                )
             for number, other in enumerate(made, len(forms)):
                 run(EXACT, seed=number, replay={**decided, **other})
         return seen.undecided(own, len(forms))
@@ -335,7 +341,7 @@ class _Seen:
                 free |= {*np.flatnonzero(large).tolist()}
                 bounds = rows.bounds + np.where(large[:, None], 0, change)
                 undecided = {**own.undecided, side: free}
-                wider = {side: Rows(rows.values, bounds)}
+                wider: Any = {side: Rows(rows.values, bounds)}
                 own = replace(own, **wider, undecided=undecided)
             found.append(own)
         return found
