@@ -24,7 +24,7 @@ from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_device
 from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecord, TapRecording
-from jdist.verify.tracing.reference import TracedReference, traced_reference
+from jdist.verify.tracing.reference import TracedReference, traced
 from jdist.verify.tracing.report import TOLD, Difference, Trace, counts_told, ranges
 from jdist.verify.tracing.search import Findings, search
 from jdist.verify.tracing.shares import example_gradients, shares
@@ -137,11 +137,9 @@ def trace_judge(
         params, batch, weights = brought(given)
         examples = _examples(batch)
         batches = Counted(batch, weights), reference.counted
-        traced = traced_reference(
-            loss_fn, params, *batches, reduction, accumulation, examples
-        )
+        own = traced(loss_fn, params, *batches, reduction, accumulation, examples)
         apart = jax.eval_shape(loss_fn, params, batch).shape != ()
-    if not traced.passages:
+    if not own.passages:
         rule = "must mark values with verify.tap"
         remedy = "verify.gradients judges without taps."
         raise ValueError(requirement("trace(loss_fn=...)", rule, "no tap", remedy))
@@ -163,7 +161,7 @@ def trace_judge(
         with joined(TIMEOUT) as peers, on_one_device(given):
             report = reference.judge({NAME: _recorded(candidate, first, peers)}, peers)
             (recording, result), *_ = first
-            findings = _searched(traced, recording.records, w > 0, reference, peers)
+            findings = _searched(own, recording.records, w > 0, reference, peers)
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
@@ -173,7 +171,7 @@ def trace_judge(
                 findings.notes += _uses(*wrong, findings, terms, each)
             told = peers.exchange(findings.notes)
         notes = list(dict.fromkeys(note for theirs in told for note in theirs))
-        if examples and all(passage.layout.axis is None for passage in traced.passages):
+        if examples and all(passage.layout.axis is None for passage in own.passages):
             notes.append(WHOLES)
         if difference is not None and report.ok:
             notes.append("a tap differs, yet loss and gradient are right")
@@ -183,16 +181,16 @@ def trace_judge(
 
 
 def _searched(
-    traced: TracedReference,
+    own: TracedReference,
     records: Sequence[TapRecord],
     counted: np.ndarray,
     reference: Reference,
     peers: Peers,
 ) -> Findings:
     """The findings, where a tap differs without what rounding decides."""
-    findings = search(traced.passages, records, counted, peers)
+    findings = search(own.passages, records, counted, peers)
     if findings.difference and reference.undecided():
-        passages = traced.undecided()
+        passages = own.undecided()
         findings = search(passages, records, counted, peers)
         each = (x.undecided["forward"] for x in passages if x.layout.axis is not None)
         free = tuple(sorted(next(filter(None, each), ())))

@@ -125,7 +125,7 @@ class TracedReference(NamedTuple):
     """Those with what other choices explain."""
 
 
-def traced_reference(
+def traced(
     loss_fn: LossFn,
     params: PyTree,
     whole: Counted,
@@ -147,13 +147,13 @@ def traced_reference(
         are compared as wholes.
     """
     options = reduction, accumulation
-    found = _traced(loss_fn, params, whole, *options, examples)
+    found = _of_batch(loss_fn, params, whole, *options, examples)
     flowing = [x.backward.values for x in found.passages if x.backward is not None]
     if counted.rows is None or all(np.isfinite(x).all() for x in flowing):
         return found
     # An example that does not count may have a cotangent of 0 / 0.
     rows = counted.rows
-    others = _traced(loss_fn, params, counted, *options, examples and len(rows))
+    others = _of_batch(loss_fn, params, counted, *options, examples and len(rows))
 
     def joined(passages: list[Passage]) -> list[Passage]:
         pairs = zip(passages, others.passages, strict=True)
@@ -163,7 +163,7 @@ def traced_reference(
     return TracedReference(own, lambda: joined(found.undecided()))
 
 
-def _traced(
+def _of_batch(
     loss_fn: LossFn,
     params: PyTree,
     counted: Counted,
