@@ -1,13 +1,13 @@
 """Which published rule costs least where the gradients of a pipeline come late?
 
-A small language model learns the characters of Python's manual in 4 and 32 stages, and
-a small residual network digits in 4 and 8, by PipeDream with and without weight
+A small language model learns the characters of Python's manual, and a small residual
+network digits, in 4, 8, 16 and 32 stages, by PipeDream with and without weight
 stashing, vertical sync, 2BW, weight prediction (SpecTrain, XPipe, PipeOptim), PipeMare,
 Nesterov's look-ahead, basis rotation, delay compensation and error feedback, under SGD,
-Adam and Muon. Each method has the same number of learning rates and of seeds: four and
-three, so that the full form takes a quarter of an hour of processor time. An epoch is
-one compiled program, with the bits of the executor; seconds are those of the simulator,
-for stages of equal length whose updates take no time.
+Adam and Muon. Each method has seven learning rates, two seeds that choose one of them
+in each number of stages, and then five others, whose results are shown. An epoch is one
+compiled program, with the bits of the executor; seconds are those of the simulator, for
+stages of equal length whose updates take no time.
 
 The full form writes each result down and goes on from there when it is called again.
 """
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+import scipy.stats
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
@@ -31,16 +33,23 @@ from experiments._asynchronous.task import Task
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import optim, pipeline
 
+STAGES = (4, 8, 16, 32)
 FULL = {
     "text": Study(
         Language(length=16, steps=150),
-        (4, 32),
+        STAGES,
         tuple(study.METHODS),
-        seeds=3,
-        rates=4,
+        seeds=5,
+        tuning=2,
+        rates=7,
     ),
     "digits": Study(
-        Images(halves=8, steps=150), (4, 8), tuple(study.METHODS), seeds=3, rates=4
+        Images(halves=32, steps=150),
+        STAGES,
+        tuple(study.METHODS),
+        seeds=5,
+        tuning=2,
+        rates=7,
     ),
 }
 QUICK = {
@@ -49,11 +58,14 @@ QUICK = {
         (1, 2),
         (study.SYNC, study.STASH),
         seeds=2,
+        tuning=1,
         rates=1,
     )
 }
 SMOOTHED = 25
 """Updates over which a curve of training losses is averaged."""
+LEVEL = 0.95
+"""Of the interval of paired differences that must not contain 0."""
 
 Runs = Mapping[tuple[str, int], Found]
 
@@ -167,17 +179,26 @@ def part_of(title: str, given: Study, runs: Runs, read: int, why: str) -> Result
             f"{title}: {name}, {stages} stages": found.record()
             for (name, stages), found in runs.items()
         },
-        notes=[f"{title}: {note}" for note in notes(given, read)],
+        notes=[f"{title}: {note}" for note in notes(given, runs, read)],
     )
 
 
-def notes(given: Study, read: int) -> Iterator[str]:
-    """The sizes, the grids, and what was not computed again."""
+def notes(given: Study, runs: Runs, read: int) -> Iterator[str]:
+    """The sizes, the grids, the seeds, and what was not computed again."""
     yield f"{given.task.text}."
     for grid in dict.fromkeys(map(given.grid, given.methods)):
         names = "; ".join(name for name in given.methods if given.grid(name) == grid)
         yield f"learning rates {', '.join(f'{rate:g}' for rate in grid)}: {names}."
-    yield f"{given.seeds} seeds of weights and batches; the best mean is shown."
+    yield (
+        f"{given.tuning} seeds choose a learning rate for each method and number of "
+        f"stages; {given.seeds} others are shown: other weights and batches."
+    )
+    edges = [
+        f"{name} in {stages} ({found.rates[found.best]:g})"
+        for (name, stages), found in runs.items()
+        if found.is_at_edge
+    ]
+    yield f"best rates at an edge of their grid: {'; '.join(edges) or 'none'}."
     if read:
         yield f"{read} of {len(given.cases())} results were read from an earlier call."
 
@@ -186,24 +207,29 @@ def notes(given: Study, read: int) -> Iterator[str]:
 
 
 def executor_claim(title: str, given: Task) -> Claim:
-    """Whether the compiled form ends an epoch with the bits of a `Pipeline`."""
+    """Whether the compiled form ends an epoch with the bits of a `Pipeline`.
+
+    It is the form that the study runs, in which each half is a stage.
+    """
     stages, steps = min(4, given.halves), min(7, given.steps)
-    made, data = task.staged(given, stages), given.training(0)
-    params = task.cut(given.parameters(0), stages)
+    whole, data = given.parameters(0), given.training(0)
     optimizer = optim.adam(lr=0.01)
     pipe = pipeline.Pipeline(
-        made,
+        task.staged(given, stages),
         given.losses,
         pipeline.pipedream(stages, stages),
         optimizer=optimizer,
     )
     few = jax.tree.map(lambda x: x[:steps], data)
     batches = [{name: x[i] for name, x in few.batch.items()} for i in range(steps)]
-    state, _ = pipe.train_epoch(pipe.init(params), batches)
-    versions = pipeline.pipedream(stages, steps).versions_used()
-    rule = rules.stashed(optimizer)
-    program = compiled.Program(made, given.losses, rule, versions)
-    found = jax.jit(program)(params, few)
+    state, _ = pipe.train_epoch(pipe.init(task.cut(whole, stages)), batches)
+    program = study.program_of_halves(given, rules.stashed(optimizer), steps)
+    order = program.order_of(pipeline.pipedream(stages, steps).versions_used())
+
+    def run(params: Any, order: compiled.Order) -> compiled.Trained:
+        return program.with_order(order)(params, few)
+
+    found = jax.jit(run)(task.cut(whole, given.halves), order)
     leaves = jax.tree.leaves(found.params), jax.tree.leaves(list(state.params))
     same = [np.array_equal(a, b) for a, b in zip(*leaves, strict=True)]
     text = f"{title}: the compiled form ends an epoch with the bits of the executor"
@@ -226,8 +252,10 @@ def order_claims(title: str, given: Study, runs: Runs, why: str) -> Iterator[Cla
             continue
         low, high = (runs[key] for key in pair)
         shown = "; ".join(
-            f"{name} in {stages}: {told(runs[name, stages])}" for name, stages in pair
+            f"{name} in {stages}: {told(runs[name, stages].losses)}"
+            for name, stages in pair
         )
+        shown += f"; paired {told(high.losses - low.losses, '+')}"
         yield judged(text, is_lower(low, high), is_lower(high, low), shown, why)
     yield from muon_claim(title, runs, why)
 
@@ -242,7 +270,8 @@ def muon_claim(title: str, runs: Runs, why: str) -> Iterator[Claim]:
         return
     adam, late, muon, muon_late = (runs[keys[name]].losses for name in wanted)
     cost, muons = late - adam, muon_late - muon
-    shown = f"Adam {cost.mean():+.4f}, Muon {muons.mean():+.4f}"
+    shown = f"Adam {told(cost, '+')}, Muon {told(muons, '+')}; "
+    shown += f"paired {told(cost - muons, '+')}"
     more, less = surely_positive(cost - muons), surely_positive(muons - cost)
     yield judged(text, more, less, shown, why)
 
@@ -267,18 +296,20 @@ def is_lower(low: Found, high: Found) -> bool:
 
 
 def surely_positive(differences: np.ndarray) -> bool:
-    """Whether the mean of paired differences exceeds twice its standard error."""
-    if len(differences) < 2:
+    """Whether Student's interval of the mean of paired differences is above 0."""
+    count = len(differences)
+    if count < 2:
         return False
-    error = differences.std(ddof=1) / np.sqrt(len(differences))
-    return bool(differences.mean() > 2 * error)
+    error = differences.std(ddof=1) / np.sqrt(count)
+    quantile = scipy.stats.t.ppf((1 + LEVEL) / 2, count - 1)
+    return bool(differences.mean() > quantile * error)
 
 
-def told(found: Found) -> str:
+def told(values: np.ndarray, sign: str = "") -> str:
     """Mean and standard deviation over the seeds."""
-    if not np.isfinite(found.losses).all():
+    if not np.isfinite(values).all():
         return "diverged"
-    return f"{found.losses.mean():.4f} ± {found.losses.std(ddof=1):.4f}"
+    return f"{values.mean():{sign}.4f} ± {values.std(ddof=1):.4f}"
 
 
 # --- time and memory ---
@@ -348,7 +379,7 @@ def rows(given: Study, runs: Runs) -> list[list[str]]:
                 method.optimizer,
                 str(stages) if method.by_stages else f"any, as of {shown}",
                 f"{found.rates[found.best]:g}",
-                told(found),
+                told(found.losses),
                 f"{one:.3f}",
                 f"{in_time(found, one, seconds('stashing', shown)):.3f}",
                 str(max(own.versions for own in held)),
@@ -365,77 +396,93 @@ def in_time(found: Found, one: float, other: float) -> float:
     return float(smoothed(found.curve)[max(1, made) - 1])
 
 
+FAMILIES = {
+    "Adam": (study.SYNC, study.STASH, study.NONE, study.VERTICAL),
+    "Adam, mended": (
+        study.PIPEOPTIM, study.XPIPE, study.PIPEMARE, study.NESTEROV, study.ROTATION,
+    ),
+    "one step of delay": (
+        study.TWO, study.FEEDBACK, study.MUON, study.MUON_TWO, study.MUON_FEEDBACK,
+    ),
+    "SGD": (
+        study.SGD, study.SGD_STASH, study.SPECTRAIN, study.DC, study.LOOK_AHEAD,
+    ),
+}  # fmt: skip
+"""The methods of each column of a picture."""
+REFERENCES = {study.SYNC: ("black", ":"), study.STASH: ("black", "-")}
+"""The colour and the dashes of methods that each column has."""
+STYLES = (
+    ("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#cc79a7", "-"),
+    ("#e69f00", "--"),
+)  # fmt: skip
+"""Those of a family's other methods: colours that colour-blind readers tell apart."""
+
+
 def pictures(title: str, given: Study, runs: Runs) -> Iterator[Picture]:
     """The loss over the stages, over updates and over simulated time."""
     yield Picture(
-        f"{title}-stages",
+        title,
         f"{title.capitalize()}: held-out loss after all updates with the best learning "
-        "rate of each method; bars are standard deviations over seeds. Dashed or "
-        "dotted: in any number of stages.",
-        plot_stages(given, runs),
-    )
-    yield Picture(
-        f"{title}-curves",
-        f"{title.capitalize()}: training loss in {given.stages[-1]} stages, mean of "
-        "the seeds, over updates and over the simulator's time.",
-        plot_curves(given, runs),
+        "rate of each method, with standard deviations over seeds (lines without "
+        f"markers: in any number of stages); and training loss in {given.stages[-1]} "
+        "stages, mean of the seeds, over updates and over the simulator's time.",
+        plot(given, runs),
     )
 
 
-def plot_stages(given: Study, runs: Runs) -> Figure:
-    """Final losses by the number of stages."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for number, name in enumerate(given.methods):
-        color = f"C{number % 10}"
-        keys = [key for key in runs if key[0] == name]
-        own = [runs[key].losses for key in keys]
-        mean, spread = ([f(x) for x in own] for f in (np.mean, np.std))
-        if study.METHODS[name].by_stages:
-            stages = [key[1] for key in keys]
-            axes.errorbar(
-                stages,
-                mean,
-                spread,
-                marker="o" if number < 10 else "s",
-                color=color,
-                label=name,
-                capsize=3,
-            )
-        else:
-            style = "--" if number < 10 else ":"
-            axes.axhline(mean[0], linestyle=style, color=color, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(given.stages, list(map(str, given.stages)))
-    axes.set_xlabel("stages")
-    axes.set_ylabel("held-out loss")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+def plot(given: Study, runs: Runs) -> Figure:
+    """A column for each family, with the references in all of them."""
+    families = {
+        title: [name for name in names if name in given.methods]
+        for title, names in FAMILIES.items()
+    }
+    families = {title: names for title, names in families.items() if names}
+    figure, axes = plt.subplots(
+        3,
+        len(families),
+        figsize=(1 + 3 * len(families), 9.5),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, (title, names) in zip(axes.T, families.items(), strict=True):
+        column[0].set_title(title)
+        known = [name for name in REFERENCES if name in given.methods]
+        others = [name for name in names if name not in REFERENCES]
+        styles = zip(others, STYLES, strict=False)
+        for name, style in [*((name, REFERENCES[name]) for name in known), *styles]:
+            _draw(column, given, runs, name, style)
+        labels = "stages", f"updates in {given.stages[-1]} stages", "simulated seconds"
+        for place, label in zip(column, labels, strict=True):
+            place.set_xlabel(label)
+        column[0].set_xscale("log", base=2)
+        column[0].set_xticks(given.stages, list(map(str, given.stages)))
+        column[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
+    for place, label in zip(axes[:, 0], ("held-out", *["training"] * 2), strict=True):
+        place.set_ylabel(f"{label} loss")
     return figure
 
 
-def plot_curves(given: Study, runs: Runs) -> Figure:
-    """Training losses of the most stages."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.6), sharey=True, layout="constrained"
-    )
+def _draw(
+    column: Sequence[Axes], given: Study, runs: Runs, name: str, style: tuple[str, str]
+) -> None:
+    """A method in the three places of a column."""
+    final, over_updates, over_time = column
+    line: dict[str, Any] = {"color": style[0], "linestyle": style[1], "label": name}
+    method, keys = study.METHODS[name], [key for key in runs if key[0] == name]
+    losses = [runs[key].losses for key in keys]
+    mean, spread = ([f(own) for own in losses] for f in (np.mean, np.std))
+    if method.by_stages:
+        stages = [key[1] for key in keys]
+        final.errorbar(stages, mean, spread, marker="o", ms=4, capsize=3, **line)
+    else:
+        final.axhline(mean[0], **line)
     stages = given.stages[-1]
-    for number, name in enumerate(given.methods):
-        # The colours are ten, and the methods more.
-        line: dict[str, Any] = {
-            "color": f"C{number % 10}",
-            "linestyle": "-" if number < 10 else ":",
-        }
-        method = study.METHODS[name]
-        found = runs[name, stages if method.by_stages else given.stages[0]]
-        curve = smoothed(found.curve)
-        updates = np.arange(1, len(curve) + 1)
-        left.plot(updates, curve, **line)
-        times = updates * seconds(method.versions, stages)
-        right.plot(times, curve, label=name, **line)
-    left.set_xlabel("updates")
-    left.set_ylabel("training loss")
-    right.set_xlabel("simulated seconds")
-    right.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    return figure
+    found = runs[name, stages if method.by_stages else given.stages[0]]
+    curve = smoothed(found.curve)
+    updates = np.arange(1, len(curve) + 1)
+    over_updates.plot(updates, curve, **line)
+    over_time.plot(updates * seconds(method.versions, stages), curve, **line)
 
 
 def smoothed(curve: Sequence[float] | np.ndarray) -> np.ndarray:

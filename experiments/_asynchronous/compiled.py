@@ -9,9 +9,11 @@ largest delay needs. Passes are the halves that a `Pipeline` runs, cut by
 Replicas of a stage hold equal weights and take micro-batches in turn: they are one
 stage here, whose update takes the micro-batches of all of them.
 
-Thousands of runs take one compilation: `jax.vmap` maps the program over seeds.
+Thousands of runs take one compilation: `jax.vmap` maps the program over seeds, and an
+`Order`, of other versions and of fewer stages, may be an argument of the compiled one.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,19 @@ class MicroBatches(NamedTuple):
     batch: Mapping[str, PyTree]
     weights: Any
     totals: Any
+
+
+class Order(NamedTuple):
+    """The versions of an epoch: what a compiled program may be given.
+
+    Attributes:
+      slots: Where each micro-batch finds its version in each ring, int32,
+        `(micro-batches, stages)`.
+      places: The stages as rules see them.
+    """
+
+    slots: Any
+    places: list[Place]
 
 
 class Trained(NamedTuple):
@@ -106,18 +121,53 @@ class Program:
             raise ValueError(f"rule and every must be one, or one a stage: {got}")
         if any(m % own for own in self._every):
             raise ValueError(f"{m} micro-batches must be a multiple of every={every}")
-        lags = np.arange(m) // np.array(self._every)[:, None] - versions
+        self.kept = tuple((self._lags(versions) + 1).tolist())
+        self._slots, self.places = self.order_of(versions)
+        self._segments = [segment.segment(stage.fn) for stage in stages]
+        self._input = stages[0].inputs[0]
+        self._loss_fn = loss_fn
+
+    def _lags(self, versions: np.ndarray) -> np.ndarray:
+        """The largest delay of each stage, in updates."""
+        made = np.arange(versions.shape[1]) // np.array(self._every)[:, None]
+        lags = made - versions
         if lags.min() < 0:
             stage, micro = np.argwhere(lags < 0)[0]
             got = f"stage {stage}, micro-batch {micro}, "
             got += f"version {versions[stage, micro]}"
             raise ValueError(f"versions must be made when they are met: {got}")
-        self.kept = tuple((lags.max(axis=1) + 1).tolist())
-        self.places = [Place(j, n, kept - 1) for j, kept in enumerate(self.kept)]
-        self._segments = [segment.segment(stage.fn) for stage in stages]
-        self._input = stages[0].inputs[0]
-        self._loss_fn = loss_fn
-        self._slots = (versions.T % np.array(self.kept)).astype(np.int32)
+        return lags.max(axis=1)
+
+    def order_of(self, versions: np.ndarray) -> Order:
+        """Other versions for this program, of as many stages or of fewer.
+
+        Args:
+          versions: As for the program. A row stands for as many neighbouring stages as
+            there are for each: all of them have its delay.
+
+        Raises:
+          ValueError: The rows do not divide the stages; or a ring keeps too few.
+        """
+        share, rest = divmod(len(self._rules), len(versions))
+        if rest:
+            got = f"{len(versions)} rows, {len(self._rules)} stages"
+            raise ValueError(f"rows of versions must divide the stages: {got}")
+        rows = np.repeat(versions, share, axis=0)
+        lags, kept = self._lags(rows), np.array(self.kept)
+        if (lags >= kept).any():
+            stage = int(np.argmax(lags >= kept))
+            got = f"stage {stage} keeps {kept[stage]}, delay {lags[stage]}"
+            raise ValueError(f"rings must keep one version more than the delay: {got}")
+        places = [
+            Place(j // share, len(versions), lag) for j, lag in enumerate(lags.tolist())
+        ]
+        return Order((rows.T % kept).astype(np.int32), places)
+
+    def with_order(self, order: Order) -> "Program":
+        """This program with other versions, which may be traced; see `order_of`."""
+        other = copy.copy(self)
+        other._slots, other.places = order
+        return other
 
     def __call__(
         self,

@@ -30,7 +30,7 @@ Number = float | jax.Array
 
 
 class Place(NamedTuple):
-    """A stage in its pipeline.
+    """A stage in its pipeline; the numbers may be traced.
 
     Attributes:
       stage: Its number, from 0.
@@ -38,9 +38,9 @@ class Place(NamedTuple):
       delay: Its tau, at least 0.
     """
 
-    stage: int
-    stages: int
-    delay: int
+    stage: int | jax.Array
+    stages: int | jax.Array
+    delay: int | jax.Array
 
 
 class Now(NamedTuple):
@@ -245,8 +245,8 @@ def predicted(
     if aim not in get_args(Aim):
         raise ValueError(f"predicted(aim=...) must be one of {get_args(Aim)}: {aim!r}")
 
-    def ahead(now: Now, steps: int) -> PyTree:
-        if not steps:
+    def ahead(now: Now, steps: int | jax.Array) -> PyTree:
+        if isinstance(steps, int) and not steps:
             return now.params
         if now.rate is None:
             raise ValueError("a prediction needs the learning rate: Now(rate=None)")
@@ -263,7 +263,7 @@ def predicted(
         )
         return params, PredictedState(state, grads if keeps_gradient else None)
 
-    def later(place: Place) -> int:
+    def later(place: Place) -> int | jax.Array:
         return place.stage // 2 if aim == "round trip" else 0
 
     def forward(place: Place, now: Now) -> PyTree:
@@ -316,8 +316,9 @@ def pipemare(
 
     Source:
       Yang et al., PipeMare, MLSys 2021, arXiv:1910.05124, 3.1 and 3.2. T1 was read in
-      the code of Ajanthan et al., who compare with it: there `first` is 1. T2 was found
-      neither in code nor in an account.
+      the code of Ajanthan et al., who compare with it: there `first` is 1. Of T2 the
+      weights that a backward pass sees were read in another's account, where delta is
+      "how quickly weights change"; its decay was found neither there nor in code.
     """
 
     def begin(params: PyTree) -> PipeMareState:
@@ -337,12 +338,13 @@ def pipemare(
         base = jnp.asarray(now.rate)
         number = (now.version + first).astype(base.dtype)
         power = 1 - jnp.minimum(number / anneal, 1)
-        rate = base / max(place.delay, 1) ** power
+        delay = jnp.maximum(place.delay, 1)
+        rate = base / delay**power
         params, state = optimizer.step(
             now.params, grads, now.state.optimizer, **_overrides(rate)
         )
         # Without delay there is nothing to correct, and 1 / tau is infinite.
-        gamma = decay ** (1 / place.delay) if place.delay else 0.0
+        gamma = jnp.where(place.delay > 0, decay ** (1 / delay), 0)
         delta = jax.tree.map(
             lambda d, new, old: gamma * d + (1 - gamma) * (new - old),
             now.state.delta,
@@ -366,12 +368,12 @@ def look_ahead(*, momentum: float) -> Rule:
     The authors train with NAdam in its place: `stashed(optim.nadam(...))`.
 
     Args:
-      momentum: gamma, in [0, 1); the authors' is 0.99.
+      momentum: gamma, in [0, 1); the authors' is 0.99, in their theory (t - 2) / t.
 
     Source:
       Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization,
       ICML 2025, arXiv:2505.01099, (10). Their code has NAdam alone; this formula was
-      found neither there nor in an account that writes it out.
+      read in another's account, which writes it out.
     """
 
     def forward(place: Place, now: Now) -> PyTree:
@@ -511,7 +513,7 @@ def memory(rule: Rule, place: Place, params: PyTree) -> Memory:
       place: The stage: weights that are stashed are kept for its delay.
       params: Its weights, or their shapes.
     """
-    versions = place.delay + 1 if rule.stashes else 1
+    versions = int(place.delay) + 1 if rule.stashes else 1
     state = jax.eval_shape(rule.begin, params)
     return Memory(versions, versions * _bytes(params), _bytes(state))
 

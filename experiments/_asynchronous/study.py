@@ -1,13 +1,15 @@
-"""Rules by name, each trained with every learning rate of its grid and every seed.
+"""Rules by name, each tuned over learning rates, and then trained with other seeds.
 
-A method's runs are one compiled program, mapped over rates and seeds. What has been
-found is written to a file for each method and number of stages, and read again by the
-next call: an interrupted study goes on where it was.
+A rule is one compiled program, in which each half is a stage: seeds and rates are
+mapped over, and the versions of each method and number of stages are an argument. What
+has been found is written to a file for each of them, and read again by the next call:
+an interrupted study goes on where it was.
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +31,13 @@ from experiments._asynchronous.task import Task
 from experiments._result import write_whole
 from jdist import optim, pipeline
 
-SGD_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-ADAM_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+SGD_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+ADAM_RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 DISCOUNTED_RATES = tuple(10 * rate for rate in SGD_RATES)
 """With momentum 0.9 a rate that is discounted moves a tenth as far."""
 MOMENTUM = 0.9
+TOGETHER = 5
+"""Runs that are mapped over at a time: the seeds of the full form."""
 
 
 def _sgd(_: PyTree) -> optim.Optimizer:
@@ -120,6 +124,10 @@ SGD, SGD_STASH = "SGD, synchronous", "SGD, PipeDream"
 SPECTRAIN, DC, LOOK_AHEAD = "SGD, SpecTrain", "SGD, DC-ASGD-a", "SGD, Nesterov (10)"
 
 
+ADAM, MUON_RULE, SGD_RULE = map(_stashed, (_adam, _muon, _sgd))
+"""Rules of several methods, which differ in their versions."""
+
+
 def _of_adam(rule: Callable[[PyTree], Rule], versions: str, name: str = "Adam") -> Any:
     return Method(name, rule, versions, ADAM_RATES)
 
@@ -129,10 +137,10 @@ def _of_sgd(rule: Callable[[PyTree], Rule], versions: str, rates: Any = None) ->
 
 
 METHODS: dict[str, Method] = {
-    SYNC: _of_adam(_stashed(_adam), "flush"),
-    STASH: _of_adam(_stashed(_adam), "stashing"),
+    SYNC: _of_adam(ADAM, "flush"),
+    STASH: _of_adam(ADAM, "stashing"),
     NONE: _of_adam(lambda p: rules.unstashed(_adam(p)), "stashing"),
-    VERTICAL: _of_adam(_stashed(_adam), "vertical_sync"),
+    VERTICAL: _of_adam(ADAM, "vertical_sync"),
     PIPEOPTIM: _of_adam(
         _predicted(_adam, rules.adam_direction, "own update"), "stashing"
     ),
@@ -140,13 +148,13 @@ METHODS: dict[str, Method] = {
     PIPEMARE: _of_adam(lambda p: rules.pipemare(_adam(p), anneal=100), "stashing"),
     NESTEROV: _of_adam(_stashed(_nadam), "stashing", "NAdam"),
     ROTATION: _of_adam(_stashed(_rotated), "stashing", "rotated Adam"),
-    TWO: _of_adam(_stashed(_adam), "2bw"),
+    TWO: _of_adam(ADAM, "2bw"),
     FEEDBACK: _of_adam(_feedback(_adam), "2bw"),
-    MUON: _of_adam(_stashed(_muon), "flush", "Muon"),
-    MUON_TWO: _of_adam(_stashed(_muon), "2bw", "Muon"),
+    MUON: _of_adam(MUON_RULE, "flush", "Muon"),
+    MUON_TWO: _of_adam(MUON_RULE, "2bw", "Muon"),
     MUON_FEEDBACK: _of_adam(_feedback(_muon), "2bw", "Muon"),
-    SGD: _of_sgd(_stashed(_sgd), "flush"),
-    SGD_STASH: _of_sgd(_stashed(_sgd), "stashing"),
+    SGD: _of_sgd(SGD_RULE, "flush"),
+    SGD_STASH: _of_sgd(SGD_RULE, "stashing"),
     SPECTRAIN: _of_sgd(
         _predicted(_sgd, rules.momentum_direction, "round trip"), "stashing"
     ),
@@ -166,15 +174,17 @@ class Study(NamedTuple):
       task: The network and its data.
       stages: Numbers of stages.
       methods: Names of `METHODS`.
-      seeds: The number of seeds.
+      seeds: The number of seeds whose results are shown.
+      tuning: How many other seeds choose the learning rate.
       rates: How many learning rates of each grid, from its middle.
-      seed: The first seed.
+      seed: The first seed; those that tune come last.
     """
 
     task: Task
     stages: tuple[int, ...]
     methods: tuple[str, ...]
     seeds: int
+    tuning: int
     rates: int
     seed: int = 0
 
@@ -198,29 +208,38 @@ class Found(NamedTuple):
 
     Attributes:
       rates: The learning rates.
-      final: Held-out losses at the end, `(rates, seeds)`.
-      curve: Training losses of each update with the best rate, mean of the seeds.
+      tuned: Held-out losses at the end, `(rates, seeds that tune)`.
+      losses: The same with the best rate and the seeds that are shown, `(seeds,)`.
+      curve: Training losses of each update with the best rate, mean of these seeds.
     """
 
     rates: tuple[float, ...]
-    final: np.ndarray
+    tuned: np.ndarray
+    losses: np.ndarray
     curve: np.ndarray
 
     @property
     def best(self) -> int:
         """The rate of the smallest mean loss; what diverged is the worst."""
-        means = np.where(np.isfinite(self.final), self.final, np.inf).mean(axis=1)
-        return int(np.argmin(means))
+        return _smallest(self.tuned)
 
     @property
-    def losses(self) -> np.ndarray:
-        """Held-out losses with the best rate, `(seeds,)`."""
-        return self.final[self.best]
+    def is_at_edge(self) -> bool:
+        """Whether the best rate is the smallest or the largest of several."""
+        return len(self.rates) > 1 and self.best in (0, len(self.rates) - 1)
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        final, curve = written(self.final), written(self.curve)
-        return {"rates": self.rates, "final": final, "curve": curve}
+        arrays = {name: written(getattr(self, name)) for name in ARRAYS}
+        return {"rates": self.rates, **arrays}
+
+
+ARRAYS = "tuned", "losses", "curve"
+
+
+def _smallest(tuned: np.ndarray) -> int:
+    means = np.where(np.isfinite(tuned), tuned, np.inf).mean(axis=1)
+    return int(np.argmin(means))
 
 
 def versions_of(versions: str, stages: int, updates: int) -> np.ndarray:
@@ -247,30 +266,79 @@ def program_of(name: str, given: Task, stages: int) -> compiled.Program:
 
 
 def trained(study: Study, name: str, stages: int) -> Found:
-    """Trains a method with every rate and seed."""
-    given, rates = study.task, study.grid(name)
-    program = program_of(name, given, stages)
-    seeds = range(study.seed, study.seed + study.seeds)
-    params = _over(task.cut(given.parameters(seed), stages) for seed in seeds)
-    data = _over(given.training(seed) for seed in seeds)
-    tested = given.held_out()
-    parts = [stage.fn for stage in task.staged(given, stages)]
+    """Tunes a method, and trains it with its best rate."""
+    given, rates, method = study.task, study.grid(name), METHODS[name]
+    program, mapped = _compiled(given, method.rule)
+    order = program.order_of(versions_of(method.versions, stages, given.steps))
+    end = study.seed + study.seeds
+    pairs = [(rate, end + k) for rate in rates for k in range(study.tuning)]
+    losses, _ = _runs(given, mapped, order, pairs)
+    tuned = losses.reshape(len(rates), study.tuning)
+    best = rates[_smallest(tuned)]
+    pairs = [(best, seed) for seed in range(study.seed, end)]
+    losses, curves = _runs(given, mapped, order, pairs)
+    return Found(rates, tuned, losses, curves.mean(axis=0))
 
-    def run(params: PyTree, data: compiled.MicroBatches, rate: jax.Array) -> Any:
-        found = program(params, data, rate)
+
+def program_of_halves(
+    given: Task, rule: Rule | Sequence[Rule], updates: int
+) -> compiled.Program:
+    """The form that is compiled: each half is a stage.
+
+    What a stage's weights see, and the rule's formulas for them, do not depend on where
+    the stage ends: fewer stages are these with other versions.
+    """
+    # The longest rings: all stages are as late as the first.
+    versions = versions_of("vertical_sync", given.halves, updates)
+    stages = task.staged(given, given.halves)
+    return compiled.Program(stages, given.losses, rule, versions)
+
+
+@functools.lru_cache(maxsize=len(METHODS))
+def _compiled(
+    given: Task, rule: Callable[[PyTree], Rule]
+) -> tuple[compiled.Program, Callable[..., Any]]:
+    """A rule's program, and its runs: `(params, data, rates, order)`."""
+    parts = task.cut(given.parameters(0), given.halves)
+    program = program_of_halves(given, list(map(rule, parts)), given.steps)
+    stages, tested = task.staged(given, given.halves), given.held_out()
+
+    def run(
+        params: PyTree, data: compiled.MicroBatches, rate: jax.Array, order: Any
+    ) -> Any:
+        found = program.with_order(order)(params, data, rate)
         value: Any = tested[given.input]
-        for part, own in zip(parts, found.params, strict=True):
-            value = part(own, value)
+        for stage, own in zip(stages, found.params, strict=True):
+            value = stage.fn(own, value)
         return given.losses(value, tested).mean(), found.losses
 
-    mapped = jax.vmap(jax.vmap(run, (0, 0, None)), (None, None, 0))
-    # Compiling takes longer than the few steps that are made.
-    options = {"xla_backend_optimization_level": 0}
-    grid = jnp.array(rates, jnp.float32)
-    final, losses = jax.jit(mapped, compiler_options=options)(params, data, grid)
-    found = Found(rates, np.asarray(final), np.empty(0))
-    curve = np.asarray(losses)[found.best].mean(axis=0)
-    return found._replace(curve=curve)
+    # More optimisation takes longer than it saves.
+    options = {"xla_backend_optimization_level": 1}
+    mapped = jax.jit(jax.vmap(run, (0, 0, 0, None)), compiler_options=options)
+    return program, mapped
+
+
+def _runs(
+    given: Task,
+    mapped: Callable[..., Any],
+    order: compiled.Order,
+    pairs: Sequence[tuple[float, int]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Held-out losses and training losses of runs, by rate and seed."""
+    found = []
+    for start in range(0, len(pairs), TOGETHER):
+        some = pairs[start : start + TOGETHER]
+        # Always as many, so that the program is compiled once.
+        filled = [*some, *[some[-1]] * (TOGETHER - len(some))]
+        params = _over(
+            task.cut(given.parameters(seed), given.halves) for _, seed in filled
+        )
+        data = _over(given.training(seed) for _, seed in filled)
+        rates = jnp.array([rate for rate, _ in filled], jnp.float32)
+        both = mapped(params, data, rates, order)
+        found.append([np.asarray(each)[: len(some)] for each in both])
+    final, losses = (np.concatenate(each) for each in zip(*found, strict=True))
+    return final, losses
 
 
 def _over(trees: Iterable[PyTree]) -> PyTree:
@@ -286,13 +354,14 @@ def resumed(study: Study, folder: Path, name: str, stages: int) -> tuple[Found, 
     Returns:
       What was found, and whether it was read.
     """
-    told = repr((study.task, study.seeds, study.grid(name), study.seed, name, stages))
+    sizes = study.task, study.seeds, study.tuning, study.grid(name), study.seed
+    told = repr((*sizes, name, stages))
     key = hashlib.sha256((told + _code()).encode()).hexdigest()[:16]
     path = folder / f"{key}.json"
     if path.exists():
         kept = json.loads(path.read_text())
-        final, curve = (np.array(kept[x], np.float64) for x in ("final", "curve"))
-        return Found(tuple(kept["rates"]), final, curve), True
+        arrays = (np.array(kept[x], np.float64) for x in ARRAYS)
+        return Found(tuple(kept["rates"]), *arrays), True
     found = trained(study, name, stages)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, {"method": name, "stages": stages, **found.record()})

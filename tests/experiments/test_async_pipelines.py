@@ -3,17 +3,18 @@
 import json
 
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 from experiments import async_pipelines as job
-from experiments._asynchronous import language, study, task
+from experiments._asynchronous import compiled, language, study, task
 from experiments._asynchronous.images import Images, convolve
 from experiments._asynchronous.language import Language
 from experiments._asynchronous.study import Found, Study
 
 TINY = Language(width=4, halves=4, length=5, batch=3, steps=3, test=2)
-SMALL = Study(TINY, (2, 4), (study.SYNC, study.STASH), seeds=2, rates=1)
+SMALL = Study(TINY, (2, 4), (study.SYNC, study.STASH), seeds=2, tuning=1, rates=2)
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +27,14 @@ def _as_the_experiments_run():
         yield
 
 
-def found(*losses, other=9.0):
+def found(*losses):
     """Runs whose second learning rate is the best."""
-    final = np.array([[other] * len(losses), losses])
-    return Found((0.1, 0.2), final, np.array([5.0, 4.0, 3.0]))
+    tuned = np.array([[9.0, 9.0], [2.0, 2.1], [np.nan, 1.0]])
+    return Found((0.1, 0.2, 0.3), tuned, np.array(losses), np.array([5.0, 4.0, 3.0]))
 
 
 LOW, HIGH = found(2.0, 2.1, 1.9), found(2.5, 2.7, 2.4)
-BROKEN = found(2.0, np.nan, 1.9, other=np.nan)
+BROKEN = found(2.0, np.nan, 1.9)
 
 # --- orders ---
 
@@ -49,21 +50,36 @@ def test_lower_is_more_than_the_seeds_vary():
     assert not job.is_lower(found(1.0), found(2.0))
 
 
+def test_few_seeds_need_more_than_two_standard_errors():
+    """Student's quantile at 0.975 is 4.30 for three of them, and 2.78 for five."""
+    for count, quantile in ((3, 4.303), (5, 2.776)):
+        spread = np.linspace(-1, 1, count)
+        error = spread.std(ddof=1) / np.sqrt(count)
+        assert job.surely_positive(spread + 1.001 * quantile * error)
+        assert not job.surely_positive(spread + 0.999 * quantile * error)
+
+
 def test_what_diverged_is_higher():
     assert job.is_lower(LOW, BROKEN)
     assert not job.is_lower(BROKEN, LOW)
     assert not job.is_lower(BROKEN, BROKEN)
-    assert job.told(BROKEN) == "diverged"
-    assert job.told(LOW) == "2.0000 ± 0.1000"
+    assert job.told(BROKEN.losses) == "diverged"
+    assert job.told(LOW.losses) == "2.0000 ± 0.1000"
+    assert job.told(LOW.losses, "+") == "+2.0000 ± 0.1000"
 
 
-def test_the_best_rate_has_the_smallest_mean():
-    assert LOW.best == 1
-    assert found(2.0, 2.1, other=1.0).best == 0
-    assert found(2.0, np.nan, other=50.0).best == 0
+def test_the_best_rate_has_the_smallest_mean_of_the_seeds_that_tune():
+    """Whatever the seeds that are shown lose."""
+    assert LOW.best == BROKEN.best == 1
+    assert not LOW.is_at_edge
+    first = LOW._replace(tuned=np.array([[1.0, 2.0], [2.0, 2.1], [np.nan, 1.0]]))
+    assert first.best == 0
+    assert first.is_at_edge
+    assert LOW._replace(tuned=LOW.tuned[:2], rates=LOW.rates[:2]).is_at_edge
+    assert not LOW._replace(tuned=LOW.tuned[:1], rates=LOW.rates[:1]).is_at_edge
 
 
-ALL = Study(TINY, (2, 4), tuple(study.METHODS), seeds=3, rates=1)
+ALL = Study(TINY, (2, 4), tuple(study.METHODS), seeds=3, tuning=2, rates=1)
 ORDERED = {
     (study.SYNC, 2): found(1.0, 1.1, 0.9),
     (study.STASH, 2): LOW,
@@ -91,9 +107,12 @@ def test_reported_orders_hold_where_the_figures_have_them():
     assert verdicts({}) == [None] * count
     claims = list(job.order_claims("text", ALL, ORDERED, ""))
     assert claims[0].measured == (
-        "PipeDream in 2: 2.0000 ± 0.1000; PipeDream in 4: 2.5333 ± 0.1528"
+        "PipeDream in 2: 2.0000 ± 0.1000; PipeDream in 4: 2.5333 ± 0.1528; "
+        "paired +0.5333 ± 0.0577"
     )
-    assert claims[-1].measured == "Adam +0.5333, Muon +0.1000"
+    assert claims[-1].measured == (
+        "Adam +0.5333 ± 0.0577, Muon +0.1000 ± 0.0000; paired +0.4333 ± 0.0577"
+    )
 
 
 @pytest.mark.parametrize("number", range(len(job.ORDERS)))
@@ -127,33 +146,76 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     assert not read
     again, read = study.resumed(SMALL, tmp_path, study.STASH, 2)
     assert read
-    assert np.array_equal(first.final.astype(np.float64), again.final)
-    assert np.array_equal(first.curve.astype(np.float64), again.curve)
-    assert first.rates == again.rates == (0.003,)
+    for name in study.ARRAYS:
+        kept = getattr(again, name)
+        assert np.array_equal(getattr(first, name).astype(np.float64), kept)
+    assert first.tuned.shape == (2, 1)
+    assert first.losses.shape == (2,)
+    assert first.rates == again.rates == (0.001, 0.003)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"final": [[None, 2.0]]}))
+    path.write_text(json.dumps(record | {"losses": [None, 2.0]}))
     broken, _ = study.resumed(SMALL, tmp_path, study.STASH, 2)
-    assert np.isnan(broken.final[0, 0])
-    assert study.written(broken.final) == [[None, 2.0]]
-    for changed in ({"seed": 1}, {"task": TINY._replace(steps=2)}):
+    assert np.isnan(broken.losses[0])
+    assert study.written(broken.losses) == [None, 2.0]
+    changes = ({"seed": 1}, {"tuning": 2}, {"task": TINY._replace(steps=2)})
+    for changed in changes:
         _, read = study.resumed(SMALL._replace(**changed), tmp_path, study.STASH, 2)
         assert not read
 
 
-def test_seeds_are_the_runs_that_they_are_alone():
-    """And a study that begins with a later seed has its results."""
-    both = study.trained(SMALL, study.SYNC, 2)
-    alone = study.trained(SMALL._replace(seeds=1, seed=1), study.SYNC, 2)
-    np.testing.assert_allclose(both.final[:, 1:], alone.final, rtol=1e-5)
-    assert both.final[0, 0] != both.final[0, 1]
+def alone(name, stages, rate, seed):
+    """A run by the form in which stages are stages, with its held-out loss."""
+    program = study.program_of(name, TINY, stages)
+    cut = task.cut(TINY.parameters(seed), stages)
+    ended = jax.jit(program)(cut, TINY.training(seed), rate)
+    value, held_out = TINY.held_out()["tokens"], TINY.held_out()
+    for stage, own in zip(task.staged(TINY, stages), ended.params, strict=True):
+        value = stage.fn(own, value)
+    return TINY.losses(value, held_out).mean(), ended.losses
+
+
+METHODS_BY_STAGE = [name for name in study.METHODS if study.METHODS[name].by_stages]
+
+
+@pytest.mark.parametrize("name", METHODS_BY_STAGE)
+def test_runs_are_what_they_are_alone_in_stages(name):
+    """Every rule, with the halves of a stage as stages, mapped over seeds and rates."""
+    given = SMALL._replace(seed=3)
+    for stages in given.stages:
+        both = study.trained(given, name, stages)
+        best = both.rates[both.best]
+        runs = [alone(name, stages, best, seed) for seed in (3, 4)]
+        np.testing.assert_allclose(both.losses, [x for x, _ in runs], rtol=1e-5)
+        curve = np.mean([x for _, x in runs], axis=0)
+        np.testing.assert_allclose(both.curve, curve, rtol=1e-5)
+        for place, rate in enumerate(both.rates):
+            value, _ = alone(name, stages, rate, 5)
+            np.testing.assert_allclose(both.tuned[place, 0], value, rtol=1e-5)
+        assert runs[0][0] != runs[1][0]
+
+
+def test_an_order_that_does_not_fit_is_refused():
+    program = study.program_of_halves(TINY, study.ADAM([{}]), 3)
+    assert program.kept == (3, 3, 3, 3)
+    order = program.order_of(study.versions_of("stashing", 2, 3))
+    assert [(place.stage, place.delay) for place in order.places] == [
+        (0, 1), (0, 1), (1, 0), (1, 0),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="must divide the stages: 3 rows, 4 stages"):
+        program.order_of(study.versions_of("stashing", 3, 3))
+    short = compiled.Program(
+        task.staged(TINY, 2), TINY.losses, study.ADAM([{}]), np.array([[0, 1, 2]] * 2)
+    )
+    with pytest.raises(ValueError, match="stage 1 keeps 1, delay 2"):
+        short.order_of(np.array([[0, 1, 2], [0, 1, 0]]))
 
 
 def test_cases_are_once_where_stages_do_not_matter():
     expected = [(study.SYNC, 2), (study.STASH, 2), (study.STASH, 4)]
     assert SMALL.cases() == expected
-    assert SMALL._replace(rates=3).grid(study.SGD) == (0.01, 0.03, 0.1)
-    assert {len(method.rates) for method in study.METHODS.values()} == {6}
+    assert SMALL._replace(rates=3).grid(study.SGD) == (0.003, 0.01, 0.03)
+    assert {len(method.rates) for method in study.METHODS.values()} == {7}
 
 
 def test_versions_of_methods():
@@ -246,16 +308,44 @@ def test_targets_are_the_next_characters_of_text():
         assert row.astype(np.uint8).tobytes() in start
 
 
-def test_notes_name_the_methods_of_each_grid():
+def test_notes_name_the_methods_of_each_grid_and_rates_at_its_edge():
     given = ALL._replace(methods=(study.TWO, study.SGD, study.DC, study.LOOK_AHEAD))
-    told = [note for note in job.notes(given._replace(rates=2), 0) if "rates" in note]
-    assert told == [
-        "learning rates 0.003, 0.01: 2BW.",
-        "learning rates 0.03, 0.1: SGD, synchronous; SGD, DC-ASGD-a.",
-        "learning rates 0.3, 1: SGD, Nesterov (10).",
+    given = given._replace(rates=3)
+    runs = {(study.TWO, 2): LOW, (study.DC, 4): LOW}
+    told = list(job.notes(given, runs, 0))
+    assert told[1:] == [
+        "learning rates 0.001, 0.003, 0.01: 2BW.",
+        "learning rates 0.003, 0.01, 0.03: SGD, synchronous; SGD, DC-ASGD-a.",
+        "learning rates 0.03, 0.1, 0.3: SGD, Nesterov (10).",
+        "2 seeds choose a learning rate for each method and number of stages; 3 "
+        "others are shown: other weights and batches.",
+        "best rates at an edge of their grid: none.",
     ]
-    (*_, last) = job.notes(given, 3)
+    runs[study.DC, 4] = LOW._replace(tuned=-LOW.tuned)
+    *_, edges, last = job.notes(given, runs, 3)
+    assert edges == "best rates at an edge of their grid: SGD, DC-ASGD-a in 4 (0.1)."
     assert last == "3 of 6 results were read from an earlier call."
+
+
+def test_each_method_is_in_one_family():
+    """And each of a family has its own colour or dashes."""
+    names = [name for own in job.FAMILIES.values() for name in own]
+    assert sorted(names) == sorted(study.METHODS)
+    for own in job.FAMILIES.values():
+        assert len(set(own) - set(job.REFERENCES)) <= len(job.STYLES)
+
+
+def test_a_picture_has_every_method_and_the_references_in_each_column():
+    runs = dict.fromkeys(ALL.cases(), LOW)
+    figure = job.plot(ALL, runs)
+    try:
+        axes = np.array(figure.axes).reshape(3, len(job.FAMILIES))
+        for column, own in zip(axes.T, job.FAMILIES.values(), strict=True):
+            texts = column[-1].get_legend().get_texts()
+            shown = {text.get_text() for text in texts}
+            assert shown == {*own, *job.REFERENCES}
+    finally:
+        plt.close(figure)
 
 
 # --- time and memory ---
@@ -292,14 +382,14 @@ def test_memory_of_methods():
 
 def test_the_loss_in_equal_time_is_that_of_fewer_updates():
     """Where an update takes twice as long, of half as many."""
-    runs = found(2.0, 2.1)._replace(curve=np.arange(40.0))
+    runs = LOW._replace(curve=np.arange(40.0))
     assert job.in_time(runs, 0.3, 0.1 + 0.2) == job.smoothed(runs.curve)[-1]
     assert job.in_time(runs, 2.0, 1.0) == job.smoothed(runs.curve)[19]
     assert job.in_time(runs, 100.0, 1.0) == job.smoothed(runs.curve)[0]
 
 
 def test_rows_say_what_a_method_keeps_and_takes():
-    given = Study(TINY._replace(steps=8), (2, 4), (study.SYNC, study.STASH), 2, 1)
+    given = Study(TINY._replace(steps=8), (2, 4), (study.SYNC, study.STASH), 2, 1, 1)
     runs = {(study.SYNC, 2): LOW, (study.STASH, 4): HIGH}
     head, flush, late = job.rows(given, runs)
     assert dict(zip(head, flush, strict=True)) | {"bytes": ""} == {
