@@ -225,7 +225,7 @@ def executor_claim(title: str, given: Task) -> Claim:
     program = study.program_of_halves(given, rules.stashed(optimizer), steps)
     order = program.order_of(pipeline.pipedream(stages, steps).versions_used())
 
-    def run(params: Any, order: compiled.Order) -> compiled.Trained:
+    def run(params: Any, order: compiled.VersionOrder) -> compiled.Trained:
         return program.with_order(order)(params, few)
 
     found = jax.jit(run)(task.cut(whole, given.halves), order)

@@ -10,7 +10,7 @@ Replicas of a stage hold equal weights and take micro-batches in turn: they are 
 stage here, whose update takes the micro-batches of all of them.
 
 Thousands of runs take one compilation: `jax.vmap` maps the program over seeds, and an
-`Order`, of other versions and of fewer stages, may be an argument of the compiled one.
+`VersionOrder`, of other versions and of fewer stages, may be an argument of the compiled one.
 """
 
 import copy
@@ -39,7 +39,7 @@ class MicroBatches(NamedTuple):
     totals: Any
 
 
-class Order(NamedTuple):
+class VersionOrder(NamedTuple):
     """The versions of an epoch: what a compiled program may be given.
 
     Attributes:
@@ -138,7 +138,7 @@ class Program:
             raise ValueError(f"versions must be made when they are met: {got}")
         return lags.max(axis=1)
 
-    def order_of(self, versions: np.ndarray) -> Order:
+    def order_of(self, versions: np.ndarray) -> VersionOrder:
         """Other versions for this program, of as many stages or of fewer.
 
         Args:
@@ -161,9 +161,9 @@ class Program:
         places = [
             Place(j // share, len(versions), lag) for j, lag in enumerate(lags.tolist())
         ]
-        return Order((rows.T % kept).astype(np.int32), places)
+        return VersionOrder((rows.T % kept).astype(np.int32), places)
 
-    def with_order(self, order: Order) -> "Program":
+    def with_order(self, order: VersionOrder) -> "Program":
         """This program with other versions, which may be traced; see `order_of`."""
         other = copy.copy(self)
         other._slots, other.places = order

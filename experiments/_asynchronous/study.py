@@ -321,7 +321,7 @@ def _compiled(
 def _runs(
     given: Task,
     mapped: Callable[..., Any],
-    order: compiled.Order,
+    order: compiled.VersionOrder,
     pairs: Sequence[tuple[float, int]],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Held-out losses and training losses of runs, by rate and seed."""
