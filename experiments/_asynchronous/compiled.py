@@ -9,8 +9,8 @@ largest delay needs. Passes are the halves that a `Pipeline` runs, cut by
 Replicas of a stage hold equal weights and take micro-batches in turn: they are one
 stage here, whose update takes the micro-batches of all of them.
 
-Thousands of runs take one compilation: `jax.vmap` maps the program over seeds, and an
-`VersionOrder`, of other versions and of fewer stages, may be an argument of the compiled one.
+Thousands of runs take one compilation: `jax.vmap` maps the program over seeds, and a
+`VersionOrder` of other versions or fewer stages may be an argument of what is compiled.
 """
 
 import copy
