@@ -35,7 +35,7 @@ from jdist import optim, pipeline
 STAGES = (4, 8, 16, 32)
 FULL = {
     "text": Study(
-        Language(length=16, steps=150),
+        Language(length=16, steps=300),
         STAGES,
         tuple(study.METHODS),
         seeds=5,
@@ -43,7 +43,7 @@ FULL = {
         rates=7,
     ),
     "digits": Study(
-        Images(halves=32, steps=150),
+        Images(halves=32, steps=300),
         STAGES,
         tuple(study.METHODS),
         seeds=5,
@@ -472,8 +472,9 @@ def _draw(
     losses = [runs[key].losses for key in keys]
     mean, spread = ([f(own) for own in losses] for f in (np.mean, np.std))
     if method.by_stages:
-        stages = [key[1] for key in keys]
-        final.errorbar(stages, mean, spread, marker="o", ms=4, capsize=3, **line)
+        final.errorbar(
+            [key[1] for key in keys], mean, spread, marker="o", ms=4, capsize=3, **line
+        )
     else:
         final.axhline(mean[0], **line)
     stages = given.stages[-1]

@@ -4,7 +4,7 @@ A network has two ends and between them halves of blocks, which are of one size.
 are runs of halves of equal length, with the ends at both ends.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +18,7 @@ Piece = Callable[[Any, jax.Array], jax.Array]
 """`piece(weights, value) -> value`."""
 
 
-class Task(Protocol):
+class Task(Hashable, Protocol):
     """Data and a network; its `repr` has all that its results depend on."""
 
     @property
