@@ -43,7 +43,7 @@ FULL = {
         rates=7,
     ),
     "digits": Study(
-        Images(halves=32, steps=300),
+        Images(halves=32, steps=200),
         STAGES,
         tuple(study.METHODS),
         seeds=5,

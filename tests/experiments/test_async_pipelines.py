@@ -184,8 +184,8 @@ def form_of_stages(name, stages):
     return alone
 
 
-# Without basis rotation: between equal eigenvalues rounding chooses bases, and a unit in
-# the last place of the weights changes a loss by 1e-3 of it.
+# Without basis rotation: between equal eigenvalues rounding chooses bases, and a unit
+# in the last place of the weights changes a loss by 1e-3 of it.
 BY_STAGES = [
     name
     for name, method in study.METHODS.items()
