@@ -306,8 +306,8 @@ def surely_positive(differences: np.ndarray) -> bool:
 
 def told(values: np.ndarray, sign: str = "") -> str:
     """Mean and standard deviation over the seeds."""
-    if not np.isfinite(values).all():
-        return "diverged"
+    if diverged := np.count_nonzero(~np.isfinite(values)):
+        return f"{diverged} of {len(values)} diverged"
     return f"{values.mean():{sign}.4f} ± {values.std(ddof=1):.4f}"
 
 
@@ -424,7 +424,8 @@ def pictures(title: str, given: Study, runs: Runs) -> Iterator[Picture]:
         f"{title.capitalize()}: held-out loss after all updates with the best learning "
         "rate of each method, with standard deviations over seeds (lines without "
         f"markers: in any number of stages); and training loss in {given.stages[-1]} "
-        "stages, mean of the seeds, over updates and over the simulator's time.",
+        "stages, mean of the seeds, over updates and over the simulator's time. What "
+        "diverged with a seed is left out.",
         plot(given, runs),
     )
 
@@ -443,29 +444,37 @@ def plot(given: Study, runs: Runs) -> Figure:
         sharey="row",
         squeeze=False,
         layout="constrained",
+        height_ratios=(1.6, 1, 1),
     )
     for column, (title, names) in zip(axes.T, families.items(), strict=True):
         column[0].set_title(title)
         known = [name for name in REFERENCES if name in given.methods]
         others = [name for name in names if name not in REFERENCES]
         styles = zip(others, STYLES, strict=False)
-        for name, style in [*((name, REFERENCES[name]) for name in known), *styles]:
-            _draw(column, given, runs, name, style)
+        drawn = [*((name, REFERENCES[name]) for name in known), *styles]
+        for place, (name, style) in enumerate(drawn):
+            shift = 1.03 ** (place - len(drawn) / 2)
+            _draw(column, given, runs, name, style, shift)
         labels = "stages", f"updates in {given.stages[-1]} stages", "simulated seconds"
         for place, label in zip(column, labels, strict=True):
             place.set_xlabel(label)
         column[0].set_xscale("log", base=2)
         column[0].set_xticks(given.stages, list(map(str, given.stages)))
-        column[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
+        column[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), fontsize=8)
     for place, label in zip(axes[:, 0], ("held-out", *["training"] * 2), strict=True):
         place.set_ylabel(f"{label} loss")
     return figure
 
 
 def _draw(
-    column: Sequence[Axes], given: Study, runs: Runs, name: str, style: tuple[str, str]
+    column: Sequence[Axes],
+    given: Study,
+    runs: Runs,
+    name: str,
+    style: tuple[str, str],
+    shift: float,
 ) -> None:
-    """A method in the three places of a column."""
+    """A method in the three places of a column; `shift` keeps bars apart."""
     final, over_updates, over_time = column
     line: dict[str, Any] = {"color": style[0], "linestyle": style[1], "label": name}
     method, keys = study.METHODS[name], [key for key in runs if key[0] == name]
@@ -473,7 +482,13 @@ def _draw(
     mean, spread = ([f(own) for own in losses] for f in (np.mean, np.std))
     if method.by_stages:
         final.errorbar(
-            [key[1] for key in keys], mean, spread, marker="o", ms=4, capsize=3, **line
+            [shift * key[1] for key in keys],
+            mean,
+            spread,
+            marker="o",
+            ms=4,
+            capsize=3,
+            **line,
         )
     else:
         final.axhline(mean[0], **line)

@@ -63,7 +63,7 @@ def test_what_diverged_is_higher():
     assert job.is_lower(LOW, BROKEN)
     assert not job.is_lower(BROKEN, LOW)
     assert not job.is_lower(BROKEN, BROKEN)
-    assert job.told(BROKEN.losses) == "diverged"
+    assert job.told(BROKEN.losses) == "1 of 3 diverged"
     assert job.told(LOW.losses) == "2.0000 ± 0.1000"
     assert job.told(LOW.losses, "+") == "+2.0000 ± 0.1000"
 
