@@ -331,7 +331,8 @@ class _Exact:
         way = ways[0] / (ways[0] @ ways[0])
         scatter = np.sqrt(np.mean(((ways[1:] - ways[0]) @ way) ** 2)) / self.factor
         last = unit * np.abs(runs[0, own]) @ np.abs(way)
-        may = last + math.sqrt(2) * confidence(1, DRAWS) * scatter
+        # The reference itself is exact.
+        may = last + confidence(1, DRAWS) * scatter
         self.ways[path] = way, own, LEANING + may
         return bool(may < LEANING)
 
