@@ -359,17 +359,17 @@ def _matched(
     own: Aligned, place: int, orders: Orders
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The examples and the rows of each call, which is like one at the tap before."""
-    values, each = own.forward.values, list(own.forward.rows_by_call())
+    each = list(own.forward.rows_by_call())
+    places = [(p, own.classes_at(p)) for p in own.places]
     tried = [
         (int(same.sum()), p == place, -abs(number * len(orders) // len(each) - k),
          number, (k, p))
         for number, rows in enumerate(each)
         for k, (device, call) in enumerate(orders)
         if (device, len(call)) == (own.forward.devices[number], len(rows))
-        for known in [np.array(call) != NONE]
-        for p in own.places
-        for wanted in [(x[np.array(call)[known]] for x in own.passage_at(p).forward)]
-        for same in [within(values[rows[known]], *wanted)]
+        for whose in [np.array(call)]
+        for p, classes in places
+        for same in [(own.forward.found[rows] == classes[whose]) & (whose != NONE)]
     ]  # fmt: skip
     used: set[Any] = set()
     # The calls that agree most first; those that agree equally in their order.
