@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jdist._errors import value_error
 from jdist.pipeline.simulation.costs import Costs
@@ -121,13 +122,14 @@ class SchedulingProblem:
         np.add.at(found, list(places), per_stage)
         return found
 
-    def smallest_limit(self, places: Places) -> np.ndarray:
+    def smallest_limit(self, places: Places, in_flight: ArrayLike = 1) -> np.ndarray:
         """The smallest limit of each worker with which there is a schedule at places.
 
         Before the first B of a micro-batch a worker has done all of its F. One micro-
         batch after the other, with whole backward passes, needs no more than this.
+        `in_flight` are the micro-batches that a stage holds at once, `(stages, 1)`.
         """
-        held = self.weight_bytes + self.activation_bytes
+        held = self.weight_bytes + np.asarray(in_flight) * self.activation_bytes
         return self.of_each_worker(held, places).max(axis=1)
 
     def in_whole_numbers(

@@ -5,15 +5,22 @@ of a period, q periods after the first; the phases of a worker's actions do not 
 in the circle of a period. What a worker holds after an action then follows from q and
 from the order of phases, and is the same in every period; at the beginning and at the
 end some micro-batches are missing, and it is less. The program has one micro-batch's
-actions, whatever their number is.
+actions, whatever their number is. The shortest period is found by bisection: with a
+given one all rules are linear.
 """
 
+import math
+import time
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from jdist.pipeline.schedule.actions import KINDS, Action
 from jdist.pipeline.synthesis.constraint_program import Starts, new_model, solved
-from jdist.pipeline.synthesis.problem import ACTIONS, SchedulingProblem
+from jdist.pipeline.synthesis.problem import TIMES, SchedulingProblem
+
+SHARE, FINEST = 1 / 3, 1e-4
+"""A period is tried for this part of the time that is left, until bisection is as fine
+as this."""
 
 Orders = dict[tuple[Action, Action], Any]
 """Whether the first action's phase is not after the second's, per pair of a worker."""
@@ -30,7 +37,7 @@ class Phase(NamedTuple):
 
 def repetition(
     problem: SchedulingProblem, micro_batches: int, seconds: float
-) -> tuple[Starts, int] | None:
+) -> tuple[Starts | None, int]:
     """The start of each action of micro-batch 0, and the period of all others.
 
     Args:
@@ -39,50 +46,42 @@ def repetition(
       seconds: The limit of time.
 
     Returns:
-      What makes the last micro-batch end earliest; None: nothing was found in time.
+      What makes the last micro-batch end earliest; None if nothing was found in time.
 
     Raises:
       Unavailable: OR-Tools is not installed.
     """
-    pattern = _Pattern(problem)
-    model, actions = pattern.model, pattern.actions
-    end = model.new_int_var(0, pattern.longest, "end")
-    for own in actions.values():
-        model.add(own.start + own.seconds <= end)
-    for worker in set(problem.workers):
-        there = [a for a in actions if problem.workers[a.stage] == worker]
-        orders = pattern.in_a_circle(there)
-        if problem.limit is not None:
-            pattern.hold(int(problem.limit[worker]), there, orders)
-    model.minimize((micro_batches - 1) * pattern.period + end)
-    solver, is_found = solved(model, seconds)
-    if not is_found:
-        return None
-    found = {
-        action: solver.value(own.start)
-        for action, own in actions.items()
-        if action.kind != "W" or solver.value(pattern.splits[action.stage])
-    }
-    return found, solver.value(pattern.period)
+    longest = 2 * sum(int(getattr(problem, name).sum()) for name in TIMES)
+    least, most = 1, longest
+    best: tuple[float, int, Starts | None] = (math.inf, longest, None)
+    ends = time.monotonic() + seconds
+    while most - least > FINEST * most and (left := ends - time.monotonic()) > 0:
+        period = (least + most) // 2
+        found = _Pattern(problem, period, longest // period + 2).solved(left * SHARE)
+        if found is None:  # Or none was found in time.
+            least = period + 1
+        else:
+            most, (end, starts) = period, found
+            best = min(best, (end + (micro_batches - 1) * period, period, starts))
+    return best[2], best[1]
 
 
 class _Pattern:
-    """Variables and rules of a pattern.
+    """Variables and rules of a pattern with a given period.
+
+    Args:
+      problem: One micro-batch.
+      period: The period.
+      turns: How many of them a micro-batch takes at most.
 
     Attributes:
-      longest: One micro-batch after the other, with room for the messages.
-      period: The variable of the period.
       splits: Whether there is a W, per stage.
       actions: The actions of a micro-batch, each after those that it waits for.
     """
 
-    def __init__(self, problem: SchedulingProblem) -> None:
-        """Actions of a micro-batch, but no rule of workers."""
-        self.problem = problem
+    def __init__(self, problem: SchedulingProblem, period: int, turns: int) -> None:
+        self.problem, self.period, self.turns = problem, period, turns
         self.model = model = new_model()
-        names = *ACTIONS, "sending", "sending", "latency", "latency"
-        self.longest = sum(int(getattr(problem, name).sum()) for name in names)
-        self.period = model.new_int_var(1, self.longest, "period")
         always = int(problem.always_split)
         self.splits = [model.new_int_var(always, 1, "") for _ in problem.workers]
         self.actions: dict[Action, Phase] = {}
@@ -90,14 +89,9 @@ class _Pattern:
         for stage, split in enumerate(self.splits):
             sizes = problem.seconds(stage, 0, split)
             for kind, size in zip(KINDS, sizes, strict=True):
-                periods = model.new_int_var(0, 2 * last + 2, "")
-                phase, start, whole_periods = (
-                    model.new_int_var(0, self.longest, "") for _ in range(3)
-                )
-                model.add_multiplication_equality(whole_periods, [periods, self.period])
-                model.add(start == whole_periods + phase)
-                model.add(phase < self.period)
-                made = Phase(periods, phase, start, size)
+                periods = model.new_int_var(0, self.turns, "")
+                phase = model.new_int_var(0, period - 1, "")
+                made = Phase(periods, phase, periods * period + phase, size)
                 self.actions[Action(kind, stage, 0)] = made
         delay = [int(d) for d in (problem.sending + problem.latency)[:, 0]]
         for stage, split in enumerate(self.splits):
@@ -111,9 +105,28 @@ class _Pattern:
             model.add(w.start >= b.start + b.seconds).only_enforce_if(split)
             # Where there is no W it stands for nothing, at the same time as its B.
             model.add(w.start == b.start).only_enforce_if(~split)
-            model.add(w.periods == b.periods).only_enforce_if(~split)
+        for worker in set(problem.workers):
+            there = [a for a in self.actions if problem.workers[a.stage] == worker]
+            orders = self._in_a_circle(there)
+            if problem.limit is not None:
+                self._hold(int(problem.limit[worker]), there, orders)
 
-    def in_a_circle(self, own: list[Action]) -> Orders:
+    def solved(self, seconds: float) -> tuple[int, Starts] | None:
+        """The end of a micro-batch, and the start of each of its actions; or None."""
+        end = self.model.new_int_var(0, (self.turns + 2) * self.period, "")
+        for own in self.actions.values():
+            self.model.add(own.start + own.seconds <= end)
+        self.model.minimize(end)
+        solver, is_found = solved(self.model, seconds)
+        if not is_found:
+            return None
+        return solver.value(end), {
+            action: solver.value(own.start)
+            for action, own in self.actions.items()
+            if action.kind != "W" or solver.value(self.splits[action.stage])
+        }
+
+    def _in_a_circle(self, own: list[Action]) -> Orders:
         """Keep the phases of a worker's actions apart, and say how they are ordered."""
         orders: Orders = {(action, action): 1 for action in own}
         for first, second in combinations(own, 2):
@@ -127,7 +140,7 @@ class _Pattern:
                     self.model.add(rule).only_enforce_if([holds, *there])
         return orders
 
-    def hold(self, limit: int, own: list[Action], orders: Orders) -> None:
+    def _hold(self, limit: int, own: list[Action], orders: Orders) -> None:
         """Keep what a worker holds after each of its actions within its limit."""
         for at in own:
             held = 0

@@ -15,7 +15,7 @@ from jdist._errors import (
     check_type,
     value_error,
 )
-from jdist.pipeline.schedule.actions import Action, check_counts
+from jdist.pipeline.schedule.actions import KINDS, Action, check_counts
 from jdist.pipeline.schedule.drain import split_drain
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules.dualpipe_v import dualpipe_v
@@ -40,6 +40,10 @@ that the solver chooses, as many for each worker, or at least one."""
 
 SEARCHED = 2000
 """The most actions whose order is searched; more repeat that of one micro-batch."""
+
+LONG, FIRST = 300, 1 / 3
+"""Where memory binds, a search of so many actions begins with those that repeat that of
+one micro-batch, looked for in this part of the time."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def synthesize(
     lets it. It does not run where the best family is known to be optimal. More than
     2000 actions of equal micro-batches repeat a pattern: the solver looks for one with
     a short period (modulo scheduling), at places that are good for few micro-batches,
-    and the bound is the largest of those below but the solver's.
+    and the bound is the largest of those below but the solver's. With a limit of
+    memory and more than 300 actions it looks for that first, and improves it.
 
     The lower bound is the largest of
 
@@ -146,29 +151,26 @@ def synthesize(
     if memory is not None:
         problem, places = _limited(problem, places, memory, seconds)
     limits = np.inf if problem.limit is None else problem.limit
-    played = [
-        (made, simulate(made, costs))
+    fitting = [
+        (made, played)
         for start in places
         for made in _families(replace(problem, workers=start), chunks)
-    ]
-    fitting = [
-        pair for pair in played if (np.array(pair[1].peak_bytes) <= limits).all()
+        if (np.array((played := simulate(made, costs)).peak_bytes) <= limits).all()
     ]
     best, timeline = min(fitting, key=lambda pair: pair[1].makespan)
-    problem = replace(problem, workers=tuple(w for (w,) in best.placement))
-    bound = lower_bound(problem)
-    if bound < timeline.makespan:
-        if problem.alike and len(timeline.start) > SEARCHED:
-            found, searched = _repeated(problem, seconds) or best, bound
-        else:
-            found, searched = _searched(problem, best, timeline.makespan, seconds)
-        bound, again = max(bound, searched), simulate(found, costs)
-        if again.makespan < timeline.makespan:
-            best, timeline = found, again
+    bound, actions = lower_bound(problem), len(timeline.start)
+    binds = problem.limit is not None and actions > LONG
+    share = problem.alike * (1.0 if actions > SEARCHED else FIRST * binds)
+    for look, part in (_repeated, share), (_searched, 1 - share):
+        if part and bound < timeline.makespan:
+            at = replace(problem, workers=tuple(w for (w,) in best.placement))
+            found, proved = look(at, best, timeline.makespan, part * seconds)
+            bound, again = max(bound, proved), simulate(found, costs)
+            if again.makespan < timeline.makespan:
+                best, timeline = found, again
     # Sums of the same seconds in another order differ in their last bits.
     bound = min(bound, timeline.makespan)
-    peak = timeline.peak_bytes or ()
-    return Found(best.validate(), timeline.makespan, bound, peak)
+    return Found(best.validate(), timeline.makespan, bound, timeline.peak_bytes or ())
 
 
 def _placed(
@@ -221,7 +223,7 @@ def _limited(
 
 
 def _families(problem: SchedulingProblem, chunks: int) -> Iterator[Schedule]:
-    """All schedules of the problem's placement, and one micro-batch at a time."""
+    """All schedules of the problem's placement, and last one that fits its memory."""
     n, m = max(problem.workers) + 1, problem.shape[1]
     families: list[Callable[[int, int], Schedule]] = [
         *(gpipe, one_f_one_b, zero_bubble, zbv, v_half, v_min, dualpipe_v),
@@ -234,12 +236,29 @@ def _families(problem: SchedulingProblem, chunks: int) -> Iterator[Schedule]:
             made = family(n, m)
             if made.placement == placement:
                 yield from (made, split_drain(made))
-    stages = range(len(problem.workers))
-    passes = [Action("F", stage, 0) for stage in stages]
-    passes += [Action("B", stage, 0) for stage in reversed(stages)]
-    alone = [action._replace(micro_batch=i) for i in range(m) for action in passes]
-    starts = {action: at for at, action in enumerate(alone)}
-    yield replace(_ordered(problem.workers, starts), name="one at a time")
+    yield _in_flight(problem)
+
+
+def _in_flight(problem: SchedulingProblem) -> Schedule:
+    """1F1B, whose micro-batches follow each other as soon as the memory allows.
+
+    Where all passes take a unit of time, 1F1B starts a micro-batch every second unit,
+    and one micro-batch at a time every 2n units.
+    """
+    stages, m = problem.shape
+    between = range(2 * stages - 1, 0, -2)  # F and B of a micro-batch
+    for period in range(2, 2 * stages + 1):
+        in_flight = np.array([[-(-each // period)] for each in between])
+        needed = problem.smallest_limit(problem.workers, in_flight)
+        if problem.limit is None or (needed <= problem.limit).all():
+            break
+    starts = {
+        Action(kind, stage, i): i * period + stage + between[stage] * (kind == "B")
+        for i in range(m)
+        for stage in range(stages)
+        for kind in KINDS[:2]
+    }
+    return _ordered(problem.workers, starts, f"1F1B, a micro-batch in {period} units")
 
 
 def _searched(
@@ -255,33 +274,33 @@ def _searched(
     return _ordered(places, found), (bound - raised) * unit
 
 
-def _repeated(problem: SchedulingProblem, seconds: float) -> Schedule | None:
-    """The schedule whose micro-batches repeat a pattern; None: none found."""
+def _repeated(
+    problem: SchedulingProblem, known: Schedule, makespan: float, seconds: float
+) -> tuple[Schedule, float]:
+    """The schedule whose micro-batches repeat a pattern, or the known; no bound."""
     micro_batches = problem.shape[1]
     if problem.placing != "given":
         # Places that are good for as many as are in flight at most.
         seconds /= 2
         few = problem.first(2 * (max(problem.workers) + 1))
-        *_, known = _families(few, 1)
-        made, _ = _searched(few, known, lower_bound(few), seconds)
+        made, _ = _searched(few, _in_flight(few), lower_bound(few), seconds)
         problem = problem.given(tuple(worker for (worker,) in made.placement))
     one = problem.first(1)
     whole, _, _ = one.in_whole_numbers(lower_bound(one))
-    pattern = repetition(whole, micro_batches, seconds)
-    if pattern is None:
-        return None
-    found, period = pattern
+    found, period = repetition(whole, micro_batches, seconds)
+    if found is None:
+        return known, 0.0
     starts = {
         Action(kind, stage, i): start + i * period
         for (kind, stage, _), start in found.items()
         for i in range(micro_batches)
     }
-    return _ordered(problem.workers, starts)
+    return _ordered(problem.workers, starts), 0.0
 
 
-def _ordered(places: Places, starts: Starts) -> Schedule:
+def _ordered(places: Places, starts: Starts, name: str = "synthesized") -> Schedule:
     """The schedule of the order in which actions start."""
     programs: list[list[Action]] = [[] for _ in set(places)]
     for action in sorted(starts, key=starts.__getitem__):
         programs[places[action.stage]].append(action)
-    return Schedule.of(programs, name="synthesized")
+    return Schedule.of(programs, name=name)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 
 import jax
@@ -15,6 +16,8 @@ from jax.sharding import Mesh
 from jdist import Unavailable, pipeline, rpc, verify
 from jdist.pipeline import Costs, Schedule, simulate, synthesize
 from jdist.pipeline.schedule.actions import Action
+from jdist.pipeline.synthesis import synthesizer
+from jdist.pipeline.synthesis.problem import SchedulingProblem
 from tests.pipeline import spmd_models
 from tests.pipeline.models import judge, problem, step_by_step
 from tests.pipeline.test_pipeline import apart, made, pipe_of, same
@@ -280,6 +283,53 @@ def test_time_over():
     whole = simulate(pipeline.one_f_one_b(8, 24), costs)
     assert 0 < found.lower_bound <= found.makespan <= whole.makespan
     assert 0 <= found.gap < 0.5
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 1, 1, 0), (1, 0, 1, 0)])
+def test_the_search_begins_within_the_memory(rng, placement):
+    """With as many micro-batches in flight as fit: 1F1B's where memory is plenty."""
+    given = placement, 7
+    sizes = {
+        name: rng.integers(1, 9, (4, 7))
+        for name in ("forward", "backward", "activation_bytes")
+    }
+    costs = Costs(**sizes, weight_bytes=rng.integers(1, 9, 4))
+    problem = SchedulingProblem.of(costs, *given)
+    plenty = synthesizer._in_flight(problem)
+    if placement == (0, 1, 2, 3):
+        family = pipeline.one_f_one_b(4, 7)
+        assert all(plenty.actions(w) == family.actions(w) for w in range(4))
+    known = simulate(plenty.validate(), costs)
+    smallest = problem.smallest_limit(placement)
+    makespans = []
+    for part in np.linspace(0, 1, 9):
+        limit = smallest + part * (max(known.peak_bytes) - smallest)
+        own = synthesizer._in_flight(replace(problem, limit=limit))
+        played = simulate(own.validate(), costs)
+        assert (np.array(played.peak_bytes) <= limit).all()
+        makespans.append(played.makespan)
+    assert makespans[0] > makespans[-1]
+
+
+@solver
+def test_a_long_search_within_memory_begins_with_a_pattern(monkeypatch, rng):
+    """Which is shorter than what it would begin with otherwise."""
+    costs = Costs(forward=rng.uniform(1, 2, 3), backward=3, activation_bytes=1)
+    problem = SchedulingProblem.of(costs, (0, 1, 2), 10)
+    start = synthesizer._in_flight(replace(problem, limit=np.full(3, 2)))
+    monkeypatch.setattr(synthesizer, "LONG", 10)
+    begun = []
+
+    def searched(problem, known, makespan, seconds):
+        begun.append((known, seconds))
+        return known, 0.0
+
+    monkeypatch.setattr(synthesizer, "_searched", searched)
+    found = synthesize(costs, workers=3, micro_batches=10, memory=2, seconds=60)
+    assert begun == [(found.schedule, pytest.approx(40))]
+    assert found.schedule.name == "synthesized"
+    assert max(found.peak) <= 2
+    assert found.makespan < simulate(start, costs).makespan
 
 
 def test_the_smallest_memory_is_told_and_is_enough(monkeypatch):
