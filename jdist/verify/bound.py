@@ -109,6 +109,7 @@ References:
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -116,6 +117,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._tree import wide_dtype
+from jdist.verify.blocks import blocks_of
 
 # Roundings besides those of the sum: programs differ in whether they round a weight,
 # the total, the result.
@@ -177,6 +179,9 @@ class Limit(NamedTuple):
 class Sums(NamedTuple):
     """Measured sums over examples, for each entry of a leaf.
 
+    All but the first are divided by the scale, squares by its square: so that they fit
+    into single precision.
+
     Attributes:
       total: The exact gradient g.
       magnitude: S, the sum of |t_i|.
@@ -184,6 +189,7 @@ class Sums(NamedTuple):
         squares.
       drift: D, the sum of the terms' errors in the reference's precision.
       variance: V, the variance of that sum, in draws and in the reference's precision.
+      scale: The scale.
     """
 
     total: Any
@@ -191,6 +197,7 @@ class Sums(NamedTuple):
     square: Any
     drift: Any
     variance: Any
+    scale: float = 1.0
 
 
 def unit_roundoff(dtype: DTypeLike) -> float:
@@ -266,59 +273,92 @@ def measured_bound(
 
     Args:
       dtype: The leaf's.
-      sums: float64, each of the leaf's shape.
+      sums: Each of the leaf's shape.
       terms: Number of examples, n.
       draws: Number of draws of each term's errors, and of all together: d and nu.
       accumulation: The dtype that is accumulated in.
     """
     least, most = draws
-    total, magnitude, square, drift, variance = map(np.asarray, sums)
-    entries = total.size
-    size = np.sqrt(np.maximum(np.abs(total) ** 2, square))
+    shape = np.shape(sums.total)
+    tables = [_table(x) for x in sums[:5]]
+    total, magnitude, *_, variance = tables
+    entries, scale = total.size, sums.scale
     root = math.sqrt(2)
     width = root * confidence(entries)
     adding = width * unit_roundoff(accumulation) * math.sqrt(terms + EXTRA)
     partial = width * unit_roundoff(dtype) * math.sqrt(EXTRA / 3)
     tau = confidence(entries, max(most, POOLED))
-    power = magnitude**2
-    total_power = float(np.sum(power))
+    flushed = (terms + EXTRA) * _flushed(dtype)
+
+    def powers(block: tuple[slice, slice]) -> tuple[float, float]:
+        own, size = in_double(variance[block]), in_double(magnitude[block])
+        return float(np.sum(own)), float(np.sum(size**2))
+
+    blocks = list(blocks_of(*total.shape))
+    own_power, power = _summed([(0.0, 0.0), *map(powers, blocks)])
     # For the whole leaf: an entry that happened to round well would have too narrow a
     # bound by its own variance.
-    relative = float(np.sum(variance)) / total_power if total_power > 0 else 0.0
-    likely = np.maximum(variance, relative * power)
-    if most < POOLED:
-        likely = np.maximum(likely, _pooled(variance))
-    # Squares of the parts add up; a large leaf has few temporary arrays at a time.
-    allowed = (root * tau) ** 2 * likely
-    del likely
-    of_terms = math.sqrt(float(np.sum(allowed))) + 2 * float(np.linalg.norm(drift))
-    allowed += adding**2 * power
-    del power
-    allowed += (partial * size) ** 2
-    allowed = np.sqrt(allowed)
-    allowed += 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
-    # An entry that could not be measured has no bound, and is not judged.
-    allowed = np.where(np.isnan(allowed), np.inf, allowed)
+    relative = own_power / power if power > 0 else 0.0
+    pooled = _pooled(variance, len(shape)) if most < POOLED else None
+    allowed, size = np.empty(total.shape), np.empty(total.shape)
+
+    def fill(block: tuple[slice, slice]) -> tuple[float, float, float]:
+        """The bound and the size of a block; the squares of its parts."""
+        own, added, squares, errors, likely = (in_double(x[block]) for x in tables)
+        power = (scale * added) ** 2
+        likely = np.maximum(likely * scale**2, relative * power)
+        if pooled is not None:
+            by_row, by_column = (x[i] for x, i in zip(pooled, block, strict=True))
+            likely = np.maximum(likely, scale**2 * by_row[:, None] * by_column)
+        largest = np.maximum(np.abs(own) ** 2, scale**2 * squares)
+        moved = scale * np.abs(errors)
+        # Squares of the parts add up.
+        of_terms = (root * tau) ** 2 * likely
+        found = np.sqrt(of_terms + adding**2 * power + partial**2 * largest)
+        found += 2 * moved + flushed
+        # An entry that could not be measured has no bound, and is not judged.
+        allowed[block] = np.where(np.isnan(found), np.inf, found)
+        size[block] = np.sqrt(largest)
+        return float(np.sum(of_terms)), float(np.sum(moved**2)), float(np.sum(largest))
+
+    squares = _summed([(0.0, 0.0, 0.0), *map(fill, blocks)])
+    of_terms, moved, largest = map(math.sqrt, squares)
+    found = Limit(allowed.reshape(shape), size.reshape(shape), math.inf)
     # What was measured alone: the errors of a sum are not chaotic.
     chaotic = min(BLIND, CHAOTIC * unit_roundoff(dtype))
-    if not of_terms <= chaotic * np.linalg.norm(size):
-        return Limit(allowed, size, math.inf)
+    if not of_terms + 2 * moved <= chaotic * largest:
+        return found
     # The norms of the parts of a bound add up at most.
     in_norm = 1 + confidence_in_norm(least) / tau
-    return Limit(allowed, size, confidence(entries, least) / tau, in_norm)
+    doubt = confidence(entries, least) / tau
+    return found._replace(doubt=doubt, doubt_in_norm=in_norm)
 
 
-def _pooled(variance: np.ndarray) -> np.ndarray:
-    """The product of an entry's means along its row and its column, over the leaf's."""
-    mean = float(np.mean(variance)) if variance.size else 0.0
+def _table(array: ArrayLike) -> np.ndarray:
+    """The rows of an array, each with all of its other axes in one; a vector is one."""
+    own = np.asarray(array)
+    if own.ndim < 2:
+        return own.reshape(1, own.size)
+    return own.reshape(own.shape[0], math.prod(own.shape[1:]))
+
+
+def _pooled(variance: np.ndarray, axes: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Numbers of each row and of each column, whose products are the pooled variances.
+
+    These are the means along the row and along the column, over the leaf's.
+    """
+    mean = float(np.mean(variance, dtype=np.float64)) if variance.size else 0.0
     # An entry that could not be measured makes it NaN.
     if not 0 < mean < math.inf:
-        return variance
-    if variance.ndim < 2:
-        return np.full_like(variance, mean)
-    table = variance.reshape(variance.shape[0], -1)
-    rows, columns = (np.mean(table, axis, keepdims=True) for axis in (1, 0))
-    return (rows * (columns / mean)).reshape(variance.shape)
+        return None
+    if axes < 2:
+        return np.full(1, mean), np.ones(variance.size)
+    rows = variance.mean(axis=1, dtype=np.float64)
+    return rows, variance.mean(axis=0, dtype=np.float64) / mean
+
+
+def _summed(parts: Sequence[tuple[float, ...]]) -> list[float]:
+    return [sum(each) for each in zip(*parts, strict=True)]
 
 
 def choices_bound(

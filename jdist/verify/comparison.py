@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
+from jdist.verify.blocks import blocks_of
 from jdist.verify.bound import BLIND, Limit, bound, in_double
 from jdist.verify.explanations import diagnose
 from jdist.verify.processes import (
@@ -319,45 +320,69 @@ class _Judged:
                 return replace(row, problem=problem), Products()
             same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
             return same, Products()
-        expected, got = in_double(reference), in_double(found)
         allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
-        allowed = np.where(np.isnan(allowed), np.inf, allowed)
-        # inf - inf is NaN and fails below, as it should.
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            error = np.abs(expected - got)
-            relative = np.where(error == 0, 0, error / np.abs(expected))
-            ratio = np.where(error == 0, 0, error / allowed)
-            # No number is above an infinite bound: it may hide any difference.
-            hidden = np.isinf(allowed) & (error > 0)
-            # Informative only: no verdict depends on the angle.
-            products = _products(whole, expected, got)
-        worst = float(np.max(ratio, initial=0))
-        furthest = float(np.max(ulp_distance(reference, found), initial=0))
+        errors, ratios, row, products = _distances(row, whole, shard, allowed)
+        worst = row.ratio
         problem, unjudged = "", ""
         # NaN and infinity are wrong whatever a candidate draws.
         if self.excuse and 1 < worst <= self.excused and worst < math.inf:
             unjudged = self.excuse
         # Not `worst > 1`, which is false for NaN.
-        elif not worst <= 1 and (unjudged := _other_choices(limit, shard, error)):
+        elif not worst <= 1 and (unjudged := _other_choices(limit, shard, errors)):
             pass
         elif not worst <= 1:
-            problem = self.describe(row.path, self.wanted, shard, ratio)
-        elif hidden.any():
-            unjudged = _unmeasured(error, hidden, shard)
+            problem = self.describe(row.path, self.wanted, shard, ratios)
+        # No number is above an infinite bound: it may hide any difference.
+        elif (hidden := ~np.isfinite(allowed) & (errors > 0)).any():
+            unjudged = _unmeasured(errors, hidden, shard)
         # A leaf that is bit-equal to the reference needs no bound.
-        elif furthest > 0 and _blind(in_double(whole), limit):
+        elif row.max_ulp > 0 and _blind(in_double(whole), limit):
             unjudged = _says_nothing(in_double(whole), limit)
-        row = replace(
-            row,
-            max_abs=float(np.max(error, initial=0)),
-            max_rel=float(np.max(relative, initial=0)),
-            max_ulp=furthest,
-            ratio=worst,
-            cosine=products.cosine,
-            problem=problem,
-            unjudged=unjudged,
-        )
-        return row, products
+        return replace(row, problem=problem, unjudged=unjudged), products
+
+
+def _distances(
+    row: LeafReport, whole: np.ndarray, shard: Shard, allowed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, LeafReport, Products]:
+    """Errors of a shard, their ratios to the bound, the row of these, the products.
+
+    `whole` is all of the reference's leaf.
+    """
+    reference, found = whole[shard.index], shard.values
+    # Scaled, because squares of tiny numbers underflow; by the whole leaf, so that the
+    # sums of all processes have one unit.
+    unit = float(np.max(np.abs(whole), initial=0))
+    unit = unit if unit > 0 and np.isfinite(unit) else 1.0
+    flat = [x.reshape(1, -1) for x in (reference, found, allowed)]
+    errors, ratios = np.empty(flat[0].shape), np.empty(flat[0].shape)
+    # `np.maximum`, because NaN is the largest.
+    most, products = np.zeros(4), np.zeros(3)
+    for block in blocks_of(*errors.shape):
+        own, other, bound = (x[block] for x in flat)
+        expected, got = in_double(own), in_double(other)
+        # inf - inf is NaN and fails, as it should.
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            error = errors[block] = np.abs(expected - got)
+            relative = np.where(error == 0, 0, error / np.abs(expected))
+            bound = np.where(np.isnan(bound), np.inf, bound)
+            ratio = ratios[block] = np.where(error == 0, 0, error / bound)
+            # Informative only: no verdict depends on the angle.
+            a, b = (x.ravel() / unit for x in (expected, got))
+            products += [np.vdot(x, y).real for x, y in ((a, b), (a, a), (b, b))]
+        each = (error, relative, ulp_distance(own, other), ratio)
+        most = np.maximum(most, [np.max(x) for x in each])
+    absolute, furthest, ulps, largest = most.tolist()
+    angle = Products(*products.tolist())
+    row = replace(
+        row,
+        max_abs=absolute,
+        max_rel=furthest,
+        max_ulp=ulps,
+        ratio=largest,
+        cosine=angle.cosine,
+    )
+    shape = reference.shape
+    return errors.reshape(shape), ratios.reshape(shape), row, angle
 
 
 def _described(
@@ -437,13 +462,15 @@ def _no_number(given: object) -> bool:
 def _blind(expected: np.ndarray, limit: Limit) -> bool:
     """Whether zero would pass although the gradient is not zero to rounding."""
     allowed = np.broadcast_to(limit.bound, expected.shape)
+    if (np.abs(expected) > allowed).any():
+        return False
     size = np.broadcast_to(limit.size, expected.shape)
     # An entry without a bound is right bit for bit here, and says nothing of others.
     known = np.isfinite(allowed)
     allowed, size, expected = allowed[known], size[known], expected[known]
     # See the end of the derivation in `bound`.
     wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
-    return bool(wide and size.any() and (np.abs(expected) <= allowed).all())
+    return bool(wide and size.any())
 
 
 def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
@@ -550,12 +577,3 @@ def _kind(leaf: np.ndarray | HeldArray | None) -> tuple[str, tuple[int, ...]]:
         return "None", ()
     dtype = leaf.dtype if isinstance(leaf, HeldArray) else leaf.dtype.name
     return dtype, leaf.shape
-
-
-def _products(whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> Products:
-    # Scaled, because squares of tiny numbers underflow; by the whole leaf, so that the
-    # sums of all processes have one unit.
-    unit = float(np.max(np.abs(whole), initial=0))
-    unit = unit if unit > 0 and np.isfinite(unit) else 1.0
-    a, b = first.ravel() / unit, second.ravel() / unit
-    return Products(*(float(np.vdot(x, y).real) for x, y in ((a, b), (a, a), (b, b))))

@@ -29,7 +29,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +80,7 @@ from jdist.verify.evaluation import (
 from jdist.verify.oracle import (
     Exact,
     LossFn,
+    Middle,
     differentiated,
     finite_differences,
     own_rules,
@@ -353,10 +354,10 @@ class ReducedLoss:
         _trim(params)
         programs, reduction = self.programs, self.reduction
         losses = programs.losses(params, batch)
-        apart = losses.exact.ndim > 0
+        apart = losses.shape != ()
         # Under max and min, rounding may decide which example counts.
         blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
-        shares, notes = _shares(losses.exact, blur, weights, reduction)
+        shares, notes = _shares(losses, blur, weights, reduction)
         examples = int(np.count_nonzero(shares))
         terms = examples if apart else _leading(batch)
         draws = more * _draws(params, examples)
@@ -394,16 +395,36 @@ class ReducedLoss:
         oracle = None
         if check:
             finer = unit_roundoff("float64") / programs.unit
-            known = Exact(bounds.totals, found.scatter * finer)
+            run = losses.program, losses.given, losses.recording, losses.exact, shares
+            known = Exact(bounds.totals, found.scatter * finer, Middle(*run))
             _trim(params)
             oracle = self._check(params, batch, weights, known=known)
         _trim(params)
         return Measured(bounds.limits, bounds.of_loss, oracle, notes, choices)
 
 
-class _Losses(NamedTuple):
-    exact: np.ndarray
-    dtype: Any
+class _Losses:
+    """Losses of the whole batch in float64, evaluated when they are first asked for.
+
+    Attributes:
+      given: The parameters and the batch.
+      program: The program that returns them.
+      shape: Their shape.
+      dtype: The dtype that the user sees.
+      recording: That of their run.
+    """
+
+    def __init__(self, program: Pieces, given: tuple[PyTree, PyTree]) -> None:
+        self.given, self.program = given, program
+        aval: Any = program.program.out_avals[0]
+        self.shape, self.dtype = aval.shape, aval.dtype
+        self.recording: Recording = {}
+
+    @cached_property
+    def exact(self) -> np.ndarray:
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            (found,) = self.program.exact(jax.tree.leaves(self.given), self.recording)
+        return np.asarray(found.wide)
 
 
 class _ExampleSums(NamedTuple):
@@ -446,10 +467,9 @@ class LossPrograms:
         self._gradients_of = jax.jit(jax.vmap(seeded(summed), in_axes=(0, None, 0)))
 
     def losses(self, params: PyTree, batch: PyTree) -> _Losses:
-        """Losses of the whole batch in float64, and the dtype that the user sees."""
+        """The losses of the whole batch."""
         program = self._losses_of.trace(params, batch).jaxpr
-        (exact,) = self._exact(program, jax.tree.leaves((params, batch)))
-        return _Losses(np.asarray(exact), program.out_avals[0].dtype)
+        return _Losses(self.pieces_of(program), (params, batch))
 
     def blur(self, params: PyTree, batch: PyTree) -> float:
         """The largest rounding error of a loss in the dtype that is judged."""
@@ -538,8 +558,10 @@ class LossPrograms:
         program = self._program(params, batch)
         seed = jnp.asarray(cotangent, program.in_avals[0].dtype)
         _trim(params)
-        _, *exact = self._exact(program, jax.tree.leaves((seed, params, batch)))
-        return list(map(np.asarray, exact))
+        leaves = jax.tree.leaves((seed, params, batch))
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            _, *exact = self.pieces_of(program).exact(leaves)
+            return [np.asarray(x.wide) for x in exact]
 
     def own_rules(self, params: PyTree, batch: PyTree) -> list[str]:
         """The functions in the loss that have derivative rules of their own."""
@@ -567,11 +589,6 @@ class LossPrograms:
         """The program `(cotangent, params, batch) -> (loss, gradient)`."""
         loss = jax.eval_shape(self._summed, params, batch)
         return self._gradient_of.trace(loss, params, batch).jaxpr
-
-    def _exact(self, program: ClosedJaxpr, leaves: list[Any]) -> list[jax.Array]:
-        """A program's results in float64."""
-        with double_precision(), jax.numpy_dtype_promotion("standard"):
-            return [x.wide for x in self.pieces_of(program).exact(leaves)]
 
 
 def _trim(params: PyTree) -> None:
@@ -879,19 +896,14 @@ class _Examples:
 
 
 def _in_turn(made: list[tuple[float, _LeafSums]], draws: int) -> Iterator[Sums]:
-    """The sums in double precision, leaf by leaf: all of them would be twice as large.
-
-    Those that were made are dropped on the way.
-    """
+    """The sums leaf by leaf; those that were made are dropped on the way."""
     while made:
         scale, leaf = made.pop(0)
-        total, magnitude, square, drift, own, drawn = map(in_double, leaf)
+        total, magnitude, square, drift, own, drawn = map(np.asarray, leaf)
         del leaf
-        for array, power in ((magnitude, 1), (square, 2), (drift, 1), (own, 2)):
-            array *= scale**power
-        drawn *= scale**2 / draws
         # Either estimate of the variance alone may be too small by chance.
-        yield Sums(total, magnitude, square, drift, np.maximum(own, drawn, out=drawn))
+        variance = np.maximum(own, drawn / draws)
+        yield Sums(total, magnitude, square, drift, variance, scale)
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
@@ -1136,17 +1148,18 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) ->
 
 
 def _shares(
-    losses: np.ndarray, blur: float, weights: ArrayLike | None, reduction: str
+    whole: _Losses, blur: float, weights: ArrayLike | None, reduction: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """The factors c_i of the examples' gradients in the gradient of the batch.
 
     `blur` is the rounding error of a loss: an extreme that leads by less is a note.
     """
-    w = np.ones(losses.shape) if weights is None else np.asarray(weights, np.float64)
-    if losses.ndim == 0 or reduction == "sum":
+    w = np.ones(whole.shape) if weights is None else np.asarray(weights, np.float64)
+    if not whole.shape or reduction == "sum":
         return w, ()
     if reduction == "mean":
         return w / w.sum(), ()
+    losses = whole.exact
     sign = 1 if reduction == "max" else -1
     ranked = np.where(w > 0, sign * losses, -np.inf)
     ties = ranked == ranked.max()

@@ -128,9 +128,9 @@ def seeded(
 # point, relative to the parameters' typical size.
 ASIDE, REACH = 1e-3, 4e-6
 
-# Where the loss is evaluated, in units of the reach: a few points where it is known how
-# far rounding scatters the loss, else as many as tell it.
-FEW, SHIFTS = np.linspace(-1, 1, 5), np.linspace(-1, 1, 13)
+# Where the loss is evaluated, in units of the reach: at the ends and in the middle if
+# it is known how far rounding scatters the loss, else at as many points as tell it.
+FEW, SHIFTS = np.linspace(-1, 1, 3), np.linspace(-1, 1, 13)
 
 # A kink within reach of one point is hardly in reach of another.
 POINTS = 3
@@ -157,16 +157,36 @@ class Slopes(NamedTuple):
     scatter: float = 0.0
 
 
+class Middle(NamedTuple):
+    """A run in float64, on both sides of which differences are taken.
+
+    Attributes:
+      program: The program that returns losses.
+      given: Its arguments, the parameters first.
+      recording: That of the run.
+      losses: What it returned.
+      shares: The factors of the losses in the loss.
+    """
+
+    program: Pieces
+    given: tuple[PyTree, ...]
+    recording: Recording
+    losses: np.ndarray
+    shares: np.ndarray = np.ones(())
+
+
 class Exact(NamedTuple):
     """The gradient of the whole batch as it was measured.
 
     Attributes:
       gradient: Its floating leaves in order, float64.
       scatter: How far rounding scatters the loss in float64, one deviation.
+      middle: The run at the parameters.
     """
 
     gradient: Sequence[np.ndarray]
     scatter: float
+    middle: Middle
 
 
 def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleCheck]:
@@ -189,22 +209,24 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
     ) -> OracleCheck:
         """Holds the reference against differences at up to `POINTS` points."""
         given = jax.tree.map(jnp.asarray, (params, batch, weights))
-        program = value_of.trace(*given).jaxpr
-        value = pieces(program)
         if known is not None:
-            own = pinned(_known_slopes(value, given, known, seed))
+            own = pinned(_known_slopes(known, seed))
             if own.ok and not own.skipped:
                 return own
+        program = value_of.trace(*given).jaxpr
+        value = pieces(program)
         one = jnp.ones((), program.out_avals[0].dtype)
         gradient = pieces(gradient_of.trace(one, *given).jaxpr)
         found = OracleCheck(skipped="there is nothing to differentiate")
         for point in range(POINTS):
             near, direction = _surroundings(given[0], seed + point)
             with double_precision(), jax.numpy_dtype_promotion("standard"):
-                pairs = [one, *_paired(given, near)]
-                _, *slope = gradient.exact(pairs)
+                pairs, recording = _paired(given, near), Recording()
+                _, *slope = gradient.exact([one, *pairs])
                 exact = _along(direction, [pair.wide for pair in slope])
-            losses = _losses(value, given, near, direction, SHIFTS)
+                (loss,) = value.exact(pairs, recording)
+            middle = Middle(value, given, recording, np.asarray(loss.wide))
+            losses = _losses(middle, near, direction, SHIFTS)
             own = pinned(Slopes(exact, losses))
             # One point that agrees is enough: a kink near another explains a failure
             # there.
@@ -221,10 +243,9 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
     return check
 
 
-def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slopes:
+def _known_slopes(known: Exact, seed: int) -> Slopes:
     """The derivative at the parameters along a direction in which all leaves count."""
-    params, *_ = given
-    trainable, _ = split_inexact(params)
+    trainable, _ = split_inexact(known.middle.given[0])
     typical, count = _typical(jax.tree.map(in_double, trainable))
     generator = np.random.default_rng(seed)
     noise = _noise(generator, typical / math.sqrt(count), trainable)
@@ -239,7 +260,8 @@ def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slop
             parts[number] = parts[number] + share * np.conj(slope)
     direction = jax.tree.unflatten(structure, parts)
     exact = _along(direction, known.gradient)
-    losses = _losses(value, given, None, direction, FEW)
+    shifts = FEW if known.scatter else SHIFTS
+    losses = _losses(known.middle, None, direction, shifts)
     return Slopes(exact, losses, known.scatter)
 
 
@@ -253,43 +275,34 @@ def _along(direction: PyTree, gradient: Sequence[ArrayLike]) -> float:
 
 
 def _losses(
-    value: Pieces,
-    given: PyTree,
-    near: PyTree | None,
-    direction: PyTree,
-    shifts: np.ndarray,
+    middle: Middle, near: PyTree | None, direction: PyTree, shifts: np.ndarray
 ) -> np.ndarray:
-    """The losses along a direction; what is detached, and decisions, do not move.
+    """The loss along a direction; what is detached, and decisions, do not move.
 
-    Differences are taken at `near`; None: at the parameters, without copies of them.
+    The middle is at `near`; None: at the parameters, without copies of them.
     """
-    recording: Recording = {}
+    program, given, recording, losses, shares = middle
     found = []
     trainable, _ = split_inexact(given[0])
     with (
-        progress("finite differences", 0 if value.tiny else shifts.size) as advance,
+        progress("finite differences", 0 if program.tiny else shifts.size) as advance,
         double_precision(),
         jax.numpy_dtype_promotion("standard"),
     ):
-        at_parameters = jax.tree.leaves(given)
-        middle = at_parameters if near is None else _paired(given, near)
-        (pair,) = value.exact(middle, recording)
-        at = float(pair.wide)
-        del middle, pair
-        form = EXACT._replace(held=value.holds)
+        form = EXACT._replace(held=program.holds)
         for shift in REACH * shifts:
             advance()
-            if shift == 0:
-                found.append(at)
-                continue
-            moved = jax.tree.map(
-                lambda x, d, s=shift: in_double(x) + s * d,
-                trainable if near is None else near,
-                direction,
-            )
-            (loss,) = value.run(_paired(given, moved), form, replay=recording)
-            del moved
-            found.append(float(loss.wide))
+            own = losses
+            if shift != 0:
+                moved = jax.tree.map(
+                    lambda x, d, s=shift: in_double(x) + s * d,
+                    trainable if near is None else near,
+                    direction,
+                )
+                run = program.run(_paired(given, moved), form, replay=recording)
+                own = np.asarray(run[0].wide)
+                del moved
+            found.append(float(np.vdot(shares, own)))
     return np.asarray(found)
 
 
@@ -327,6 +340,7 @@ def pinned(found: Slopes) -> OracleCheck:
 
     The residuals are rounding, and give the slope's standard error. The differences
     between the cubic, a line and the two sides bound effects of curvature and kinks.
+    Through three losses a parabola fits, whose bend is all that they show of rounding.
     """
     exact, losses = float(found.exact), np.asarray(found.losses)
     if not np.isfinite([exact, *losses]).all():
@@ -336,10 +350,11 @@ def pinned(found: Slopes) -> OracleCheck:
     centre = losses[losses.size // 2]
     size = np.max(np.abs(losses - centre)) or 1.0
     centred = (losses - centre) / size
-    columns = np.vander(shifts, 4, increasing=True)
+    columns = np.vander(shifts, min(4, losses.size), increasing=True)
     cubic, *_ = np.linalg.lstsq(columns, centred, rcond=None)
     freedom: float = losses.size - columns.shape[1]
-    deviation = np.linalg.norm(centred - columns @ cubic) / np.sqrt(freedom)
+    residual = np.linalg.norm(centred - columns @ cubic)
+    deviation = residual / np.sqrt(max(freedom, 1))
     if deviation > SCATTERED and size > COARSE * abs(centre):
         return OracleCheck(skipped="the loss is chaotic next to the parameters")
     if found.scatter:
