@@ -109,7 +109,7 @@ References:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -117,7 +117,6 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._tree import wide_dtype
-from jdist.verify.blocks import blocks_of
 
 # Roundings besides those of the sum: programs differ in whether they round a weight,
 # the total, the result.
@@ -197,7 +196,7 @@ class Sums(NamedTuple):
     square: Any
     drift: Any
     variance: Any
-    scale: float = 1.0
+    scale: Any = 1.0
 
 
 def unit_roundoff(dtype: DTypeLike) -> float:
@@ -280,58 +279,98 @@ def measured_bound(
     """
     least, most = draws
     shape = np.shape(sums.total)
-    tables = [_table(x) for x in sums[:5]]
-    total, magnitude, *_, variance = tables
-    entries, scale = total.size, sums.scale
-    root = math.sqrt(2)
-    width = root * confidence(entries)
-    adding = width * unit_roundoff(accumulation) * math.sqrt(terms + EXTRA)
-    partial = width * unit_roundoff(dtype) * math.sqrt(EXTRA / 3)
-    tau = confidence(entries, max(most, POOLED))
-    flushed = (terms + EXTRA) * _flushed(dtype)
-
-    def powers(block: tuple[slice, slice]) -> tuple[float, float]:
-        own, size = in_double(variance[block]), in_double(magnitude[block])
-        return float(np.sum(own)), float(np.sum(size**2))
-
-    blocks = list(blocks_of(*total.shape))
-    own_power, power = _summed([(0.0, 0.0), *map(powers, blocks)])
-    # For the whole leaf: an entry that happened to round well would have too narrow a
-    # bound by its own variance.
-    relative = own_power / power if power > 0 else 0.0
+    tables = {name: _table(x) for name, x in zip(Sums._fields[:5], sums, strict=False)}
+    total, magnitude, _, _, variance = tables.values()
+    width = confidence(total.size)
+    tau = confidence(total.size, max(most, POOLED))
+    powers = np.zeros(2)
+    for block in blocks_of(*total.shape):
+        squares = in_double(magnitude[block]) ** 2
+        powers += [np.sum(in_double(variance[block])), np.sum(squares)]
+    widths = _Widths(
+        adding=2 * (terms + EXTRA) * (width * unit_roundoff(accumulation)) ** 2,
+        partial=2 / 3 * EXTRA * (width * unit_roundoff(dtype)) ** 2,
+        measured=2 * tau**2,
+        # For the whole leaf: an entry that happened to round well would have too narrow
+        # a bound by its own variance.
+        relative=powers[0] / powers[1] if powers[1] > 0 else 0.0,
+    )
     pooled = _pooled(variance, len(shape)) if most < POOLED else None
     allowed, size = np.empty(total.shape), np.empty(total.shape)
-
-    def fill(block: tuple[slice, slice]) -> tuple[float, float, float]:
-        """The bound and the size of a block; the squares of its parts."""
-        own, added, squares, errors, likely = (in_double(x[block]) for x in tables)
-        power = (scale * added) ** 2
-        likely = np.maximum(likely * scale**2, relative * power)
+    squares = np.zeros(3)
+    for block in blocks_of(*total.shape):
+        own = sums._replace(**{k: in_double(x[block]) for k, x in tables.items()})
         if pooled is not None:
             by_row, by_column = (x[i] for x, i in zip(pooled, block, strict=True))
-            likely = np.maximum(likely, scale**2 * by_row[:, None] * by_column)
-        largest = np.maximum(np.abs(own) ** 2, scale**2 * squares)
-        moved = scale * np.abs(errors)
-        # Squares of the parts add up.
-        of_terms = (root * tau) ** 2 * likely
-        found = np.sqrt(of_terms + adding**2 * power + partial**2 * largest)
-        found += 2 * moved + flushed
+            likely = np.maximum(own.variance, by_row[:, None] * by_column)
+            own = own._replace(variance=likely)
+        found, size[block], parts = _of_block(own, widths)
+        found += (terms + EXTRA) * _flushed(dtype)
         # An entry that could not be measured has no bound, and is not judged.
         allowed[block] = np.where(np.isnan(found), np.inf, found)
-        size[block] = np.sqrt(largest)
-        return float(np.sum(of_terms)), float(np.sum(moved**2)), float(np.sum(largest))
-
-    squares = _summed([(0.0, 0.0, 0.0), *map(fill, blocks)])
-    of_terms, moved, largest = map(math.sqrt, squares)
-    found = Limit(allowed.reshape(shape), size.reshape(shape), math.inf)
+        squares += parts
+    of_terms, moved, largest = np.sqrt(squares).tolist()
+    limit = Limit(allowed.reshape(shape), size.reshape(shape), math.inf)
     # What was measured alone: the errors of a sum are not chaotic.
     chaotic = min(BLIND, CHAOTIC * unit_roundoff(dtype))
     if not of_terms + 2 * moved <= chaotic * largest:
-        return found
+        return limit
     # The norms of the parts of a bound add up at most.
     in_norm = 1 + confidence_in_norm(least) / tau
-    doubt = confidence(entries, least) / tau
-    return found._replace(doubt=doubt, doubt_in_norm=in_norm)
+    doubt = confidence(total.size, least) / tau
+    return limit._replace(doubt=doubt, doubt_in_norm=in_norm)
+
+
+class _Widths(NamedTuple):
+    """Squares of the numbers by which what was measured is multiplied.
+
+    Attributes:
+      adding: S in A.
+      partial: P in B.
+      measured: The deviation in C.
+      relative: s, by which that is S at least.
+    """
+
+    adding: float
+    partial: float
+    measured: float
+    relative: float
+
+
+def _of_block(
+    sums: Sums, widths: _Widths
+) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """The bound but for flushing, P, and the sums of the squares of C, D and P."""
+    scale = sums.scale
+    power = (scale * sums.magnitude) ** 2
+    largest = np.maximum(np.abs(sums.total) ** 2, scale**2 * sums.square)
+    of_terms = np.maximum(scale**2 * sums.variance, widths.relative * power)
+    of_terms *= widths.measured
+    moved = scale * np.abs(sums.drift)
+    squares = of_terms + widths.adding * power + widths.partial * largest
+    parts = [float(np.sum(x)) for x in (of_terms, moved**2, largest)]
+    return np.sqrt(squares) + 2 * moved, np.sqrt(largest), parts
+
+
+BLOCK = 2**15
+"""Entries of a block, a few of which in float64 are in a core's cache together."""
+
+
+def blocks_of(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """The blocks of a table, each by its rows and its columns.
+
+    NumPy's formulas of twenty operations read and write whole arrays twenty times. In
+    blocks they take a fifth of the time; threads would wait for the interpreter's lock.
+
+    Example:
+      >>> list(blocks_of(2, 3))
+      [(slice(0, 10922, None), slice(0, 3, None))]
+    """
+    width = max(1, min(columns, BLOCK))
+    height = BLOCK // width
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            yield slice(row, row + height), slice(column, column + width)
 
 
 def _table(array: ArrayLike) -> np.ndarray:
@@ -355,10 +394,6 @@ def _pooled(variance: np.ndarray, axes: int) -> tuple[np.ndarray, np.ndarray] | 
         return np.full(1, mean), np.ones(variance.size)
     rows = variance.mean(axis=1, dtype=np.float64)
     return rows, variance.mean(axis=0, dtype=np.float64) / mean
-
-
-def _summed(parts: Sequence[tuple[float, ...]]) -> list[float]:
-    return [sum(each) for each in zip(*parts, strict=True)]
 
 
 def choices_bound(

@@ -17,8 +17,7 @@ from jax.typing import ArrayLike
 
 from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
-from jdist.verify.blocks import blocks_of
-from jdist.verify.bound import BLIND, Limit, bound, in_double
+from jdist.verify.bound import BLIND, Limit, blocks_of, bound, in_double
 from jdist.verify.explanations import diagnose
 from jdist.verify.processes import (
     TIMEOUT,

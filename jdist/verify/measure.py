@@ -395,8 +395,7 @@ class ReducedLoss:
         oracle = None
         if check:
             finer = unit_roundoff("float64") / programs.unit
-            run = losses.program, losses.given, losses.recording, losses.exact, shares
-            known = Exact(bounds.totals, found.scatter * finer, Middle(*run))
+            known = Exact(bounds.totals, found.scatter * finer, losses.middle(shares))
             _trim(params)
             oracle = self._check(params, batch, weights, known=known)
         _trim(params)
@@ -411,20 +410,24 @@ class _Losses:
       program: The program that returns them.
       shape: Their shape.
       dtype: The dtype that the user sees.
-      recording: That of their run.
     """
 
     def __init__(self, program: Pieces, given: tuple[PyTree, PyTree]) -> None:
         self.given, self.program = given, program
         aval: Any = program.program.out_avals[0]
         self.shape, self.dtype = aval.shape, aval.dtype
-        self.recording: Recording = {}
+        self._recording: Recording = {}
 
     @cached_property
     def exact(self) -> np.ndarray:
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            (found,) = self.program.exact(jax.tree.leaves(self.given), self.recording)
+            (found,) = self.program.exact(jax.tree.leaves(self.given), self._recording)
         return np.asarray(found.wide)
+
+    def middle(self, shares: np.ndarray) -> Middle:
+        """Their run, for the loss of which they have these shares."""
+        exact = self.exact
+        return Middle(self.program, self.given, self._recording, exact, shares)
 
 
 class _ExampleSums(NamedTuple):
