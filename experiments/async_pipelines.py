@@ -240,6 +240,9 @@ def executor_claim(title: str, given: Task) -> Claim:
 
 # --- orders ---
 
+SEVERAL = 3
+"""Papers that report an order independently."""
+
 
 def order_claims(title: str, given: Study, runs: Runs, why: str) -> Iterator[Claim]:
     """A claim for each order whose methods were trained."""
@@ -255,7 +258,8 @@ def order_claims(title: str, given: Study, runs: Runs, why: str) -> Iterator[Cla
             for name, stages in pair
         )
         shown += f"; paired {told(high.losses - low.losses, '+')}"
-        yield judged(text, is_lower(low, high), is_lower(high, low), shown, why)
+        ways = is_lower(low, high), is_lower(high, low)
+        yield judged(text, len(order.sources), ways, shown, why)
     yield from muon_claim(title, runs, why)
 
 
@@ -271,14 +275,24 @@ def muon_claim(title: str, runs: Runs, why: str) -> Iterator[Claim]:
     cost, muons = late - adam, muon_late - muon
     shown = f"Adam {told(cost, '+')}, Muon {told(muons, '+')}; "
     shown += f"paired {told(cost - muons, '+')}"
-    more, less = surely_positive(cost - muons), surely_positive(muons - cost)
-    yield judged(text, more, less, shown, why)
+    ways = surely_positive(cost - muons), surely_positive(muons - cost)
+    yield judged(text, 1, ways, shown, why)
 
 
-def judged(text: str, found: bool, reverse: bool, shown: str, why: str) -> Claim:
-    """A claim that holds, or that the reverse refutes; left open where neither is."""
-    open_ = "" if found or reverse else "the seeds' differences do not decide it"
-    return Claim(text, found, shown).unless(why or open_)
+def judged(
+    text: str, sources: int, ways: tuple[bool, bool], shown: str, why: str
+) -> Claim:
+    """A claim that holds, or that the reverse refutes; left open where neither is.
+
+    Where the reverse of what `SEVERAL` papers report is found, the study is in doubt
+    and the claim fails. Refuting fewer is a result.
+    """
+    found, reverse = ways
+    if reverse and sources < SEVERAL:
+        why = why or "refuted: the reverse holds"
+    elif not found and not reverse:
+        why = why or "the seeds' differences do not decide it"
+    return Claim(text, found, shown).unless(why)
 
 
 def _at(given: Study, name: str, place: int) -> tuple[str, int]:
