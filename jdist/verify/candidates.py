@@ -112,7 +112,8 @@ def excuse(
         pairs.append(pair)
     if len(pairs) == CALLS - 1:
         # Over several processes no host has whole leaves.
-        if peers.size == 1 and _adds_up([*pairs[0], pairs[1][1]], limits):
+        found = [one for one, _ in pairs[:1]] + [other for _, other in pairs]
+        if peers.size == 1 and _adds_up(found, limits):
             return "", (f"{name}: {ADDS}",)
         return CHANGES, ()
     if draws is not None:
@@ -154,7 +155,7 @@ def _adds_up(
     for path, limit in limits.items():
         each = [in_double(x[path]) for x in answers if x.get(path) is not None]
         like = limit and {np.shape(limit.bound)}
-        if limit is not None and len(each) == CALLS and {x.shape for x in each} == like:
+        if limit is not None and len(each) == 3 and {x.shape for x in each} == like:
             one, two, three = each
             with np.errstate(invalid="ignore"):
                 moved = np.abs(two - one) > CLEAR * limit.bound
