@@ -7,7 +7,7 @@ Nesterov's look-ahead, basis rotation, delay compensation and error feedback, un
 Adam and Muon. Each method has seven learning rates, two seeds that choose one of them
 in each number of stages, and then five others, whose results are shown. An epoch is one
 compiled program, with the bits of the executor; seconds are those of the simulator, for
-stages of equal length whose updates take no time.
+the profile of the network's pieces here, and updates that take no time.
 
 The full form writes each result down and goes on from there when it is called again.
 """
@@ -328,31 +328,45 @@ def told(values: np.ndarray, sign: str = "") -> str:
 # --- time and memory ---
 
 
+Pieces = tuple[tuple[float, float], ...]
+"""Seconds of each piece of a network, forward and backward over a batch."""
+
+
 @functools.cache
-def seconds(versions: str, stages: int) -> float:
+def profiled(given: Task) -> Pieces:
+    """What the pieces take here, if the forward pass of all of them takes a second."""
+    batch = given.training(0).batch[given.input][0]
+    own = zip(given.pieces(), given.parameters(0), strict=True)
+    layers = [
+        pipeline.Module(str(number), piece, weights)
+        for number, (piece, weights) in enumerate(own)
+    ]
+    _, *found = pipeline.profile(layers, {"x": batch}).layers
+    whole = sum(each.forward for each in found)
+    return tuple((each.forward / whole, each.backward / whole) for each in found)
+
+
+@functools.cache
+def seconds(versions: str, stages: int, pieces: Pieces) -> float:
     """Simulated seconds of an update, if a batch's forward pass takes one on a device.
 
-    A backward pass takes two. Flushes and 2BW cut a batch into as many micro-batches as
-    there are stages. Of asynchronous epochs it is the steady state.
+    Flushes and 2BW cut a batch into as many micro-batches as there are stages. Of
+    asynchronous epochs it is the steady state.
     """
+    parts = stages if versions in ("flush", "2bw") else 1
+    runs = [np.sum(run, axis=0) / parts for run in task.cut(pieces, stages)]
+    forward, backward = np.array(runs).T
+    costs = pipeline.Costs(forward=forward, backward=backward)
     if versions == "flush":
-        costs = _costs(stages, stages)
         return pipeline.simulate(pipeline.one_f_one_b(stages, stages), costs).makespan
-    parts = stages if versions == "2bw" else 1
     policy: Any = "2bw" if versions == "2bw" else "stashing"
     short, long = (
         pipeline.simulate(
-            pipeline.pipedream(stages, updates * parts, policy=policy),
-            _costs(stages, parts),
+            pipeline.pipedream(stages, updates * parts, policy=policy), costs
         ).makespan
         for updates in (2 * stages, 4 * stages)
     )
     return (long - short) / (2 * stages)
-
-
-def _costs(stages: int, parts: int) -> pipeline.Costs:
-    share = 1 / (stages * parts)
-    return pipeline.Costs(forward=share, backward=2 * share)
 
 
 def memory(name: str, given: Task, stages: int) -> list[rules.Memory]:
@@ -380,12 +394,13 @@ def rows(given: Study, runs: Runs) -> list[list[str]]:
         ["method", "optimizer", "stages", "rate", "held-out loss", "seconds",
          "in equal time", "versions", "bytes"],
     ]  # fmt: skip
+    pieces = profiled(given.task)
     for (name, stages), found in runs.items():
         method = study.METHODS[name]
         shown = stages if method.by_stages else given.stages[-1]
         held = memory(name, given.task, shown)
         most = max(own.weights + own.state for own in held)
-        one = seconds(method.versions, shown)
+        one = seconds(method.versions, shown, pieces)
         table.append(
             [
                 name,
@@ -394,7 +409,7 @@ def rows(given: Study, runs: Runs) -> list[list[str]]:
                 f"{found.rates[found.best]:g}",
                 told(found.losses),
                 f"{one:.3f}",
-                f"{in_time(found, one, seconds('stashing', shown)):.3f}",
+                f"{in_time(found, one, seconds('stashing', shown, pieces)):.3f}",
                 str(max(own.versions for own in held)),
                 f"{most:,}",
             ]
@@ -511,7 +526,8 @@ def _draw(
     curve = smoothed(found.curve)
     updates = np.arange(1, len(curve) + 1)
     over_updates.plot(updates, curve, **line)
-    over_time.plot(updates * seconds(method.versions, stages), curve, **line)
+    one = seconds(method.versions, stages, profiled(given.task))
+    over_time.plot(updates * one, curve, **line)
 
 
 def smoothed(curve: Sequence[float] | np.ndarray) -> np.ndarray:

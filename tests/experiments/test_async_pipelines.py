@@ -371,11 +371,24 @@ def test_a_picture_has_every_method_and_the_references_in_each_column():
 @pytest.mark.parametrize("stages", [2, 5, 8])
 def test_seconds_are_those_of_the_formulas(stages):
     """A flush has its bubble in each update; the others are always at work."""
+    ends, halves = ((0.0, 0.0),), ((0.25 / stages, 0.5 / stages),) * (4 * stages)
+    pieces = ends + halves + ends
     busy = 3 / stages
-    for versions in ("stashing", "2bw"):
-        assert job.seconds(versions, stages) == pytest.approx(busy)
+    for versions in ("stashing", "vertical_sync", "2bw"):
+        assert job.seconds(versions, stages, pieces) == pytest.approx(busy)
     flush = busy * (2 * stages - 1) / stages
-    assert job.seconds("flush", stages) == pytest.approx(flush)
+    assert job.seconds("flush", stages, pieces) == pytest.approx(flush)
+    # The slowest stage has the head.
+    slow = (*ends, *halves, (0.5, 1.0))
+    assert job.seconds("stashing", stages, slow) == pytest.approx(busy + 1.5)
+
+
+def test_a_profile_is_measured_by_piece():
+    """In units of the whole forward pass."""
+    pieces = job.profiled(TINY)
+    assert len(pieces) == TINY.halves + 2
+    assert sum(forward for forward, _ in pieces) == pytest.approx(1)
+    assert min(backward for _, backward in pieces) > 0
 
 
 def test_memory_of_methods():
