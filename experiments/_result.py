@@ -154,6 +154,11 @@ class Result:
 
 def write_whole(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a record as JSON; what interrupts it leaves no half of a file."""
+    write_file(path, json.dumps(record, indent=1, allow_nan=False).encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file; what interrupts it leaves no half of one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(record, indent=1, allow_nan=False))
+    unfinished.write_bytes(content)
     unfinished.replace(path)

@@ -32,24 +32,15 @@ from experiments._asynchronous.task import Task
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import optim, pipeline
 
-STAGES = (4, 8, 16, 32)
+TASKS: dict[str, Task] = {
+    "text": Language(length=16, steps=300),
+    "digits": Images(halves=32, steps=200),
+}
 FULL = {
-    "text": Study(
-        Language(length=16, steps=300),
-        STAGES,
-        tuple(study.METHODS),
-        seeds=5,
-        tuning=2,
-        rates=7,
-    ),
-    "digits": Study(
-        Images(halves=32, steps=200),
-        STAGES,
-        tuple(study.METHODS),
-        seeds=5,
-        tuning=2,
-        rates=7,
-    ),
+    title: Study(
+        given, (4, 8, 16, 32), tuple(study.METHODS), seeds=5, tuning=2, rates=7
+    )
+    for title, given in TASKS.items()
 }
 QUICK = {
     "text": Study(

@@ -33,7 +33,7 @@ from experiments._planted_layouts import (
     trainer,
     valid,
 )
-from experiments._result import Claim, Picture, Result, Settings
+from experiments._result import Claim, Picture, Result, Settings, write_file
 from jdist import verify
 from jdist.verify.fuzzing.layout_grid import Layout, layout_grid
 from jdist.verify.fuzzing.layout_judge import LayoutJudge
@@ -155,9 +155,7 @@ class Bench:
     def _keep(self) -> None:
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_suffix(".unfinished")
-            unfinished.write_bytes(pickle.dumps(self._known))
-            unfinished.replace(self._path)
+            write_file(self._path, pickle.dumps(self._known))
 
     def right(self) -> list[verify.Verdict]:
         """All verdicts on the right trainer."""
