@@ -112,7 +112,7 @@ def excuse(
         pairs.append(pair)
     if len(pairs) == CALLS - 1:
         # Over several processes no host has whole leaves.
-        found = [one for one, _ in pairs[:1]] + [other for _, other in pairs]
+        found = [pairs[0][0], *(after for _, after in pairs)]
         if peers.size == 1 and _adds_up(found, limits):
             return "", (f"{name}: {ADDS}",)
         return CHANGES, ()
