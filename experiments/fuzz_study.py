@@ -3,11 +3,13 @@
 Faults of one, two and three axes are planted, one at a time, in a trainer over data,
 tensors, sequences, stages and micro-batches, with masks, tied parameters, dropout,
 rematerialization, clipping and mixed precision. Layouts come from covering arrays of
-strength two and three; a failing layout is shrunk. The right trainer is judged as well.
+strength two and three; a failing layout is shrunk. The right trainer is judged as well,
+and one that aborts in a layout and hangs in another.
 Verdicts are written to a file: an interrupted study goes on where it was.
 """
 
 import hashlib
+import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
@@ -191,8 +194,9 @@ def run(settings: Settings, progress: Progress) -> Result:
     planted_ones = [each for each in found if each.fault]
     draws = {fault: bench.random_draws(fault) for fault in faults}
     by_count, by_fault = counted(planted_ones, draws), listed(planted_ones, draws)
+    shown = claims(planted_ones, bench.right(), LEAST[settings.quick])
     return Result(
-        claims=claims(planted_ones, bench.right(), LEAST[settings.quick]),
+        claims=[*shown, endings(quick=settings.quick)],
         pictures=[
             Picture(
                 "layouts",
@@ -209,6 +213,49 @@ def run(settings: Settings, progress: Progress) -> Result:
         ],
         files={"faults.md": partial(_write_markdown, [by_count, by_fault])},
     )
+
+
+# --- a trainer that ends its process, which another process imports ---
+
+ENDINGS = {"abort": "ended", "hang": "hung"}
+"""How it ends, and what the verdict is."""
+
+
+def endings(*, quick: bool) -> Claim:
+    """Whether an abort and a hang are findings like others."""
+    text = "a layout that aborts and one that hangs are findings, named by their axis"
+    if quick:
+        return Claim(text, None, "", "a hang takes its deadline: in the full form only")
+    axes = {"way": ("right", *ENDINGS), "micro": (1, 2)}
+    options: dict[str, Any] = {"axes": axes, "deadline": 60.0}
+    found = verify.fuzz(_line, _claimed, _ending, **options)
+    met = {
+        each.axes["way"]: each.verdict.outcome
+        for each in found.findings
+        if each.axes.keys() == {"way"}
+    }
+    return Claim(text, met == ENDINGS, str(met))
+
+
+def _line(_: Layout) -> tuple[Any, Any]:
+    x = np.arange(22, dtype=np.float32).reshape(11, 2) / 9
+    return np.array([0.3, -0.7], np.float32), x
+
+
+def _squares(w: Any, x: Any) -> Any:
+    return (x @ w) ** 2
+
+
+def _claimed(_: Layout) -> Any:
+    return _squares
+
+
+def _ending(layout: Layout) -> Any:
+    if layout["way"] == "abort":
+        os.abort()
+    while layout["way"] == "hang":
+        time.sleep(1)
+    return jax.value_and_grad(lambda w, x: _squares(w, x).mean())
 
 
 # --- what is claimed, and shown ---
