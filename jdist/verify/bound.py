@@ -29,13 +29,12 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     Where the terms inside one t_i cancel (over time, over pixels), the square root of
     the sum of their squares stands for t_i: a program may split that sum as well.
 3.  *The terms*. They are measured, not modelled: each example's gradient is evaluated
-    as it is, in float64, and in float64 with every equation's result perturbed as a
-    rounding would (Monte Carlo arithmetic, see `lockstep`). From these come V, the
-    variance of the sum of the terms' errors, and D, the error of that sum in the
-    reference's own precision. What a program rounds the same way for all examples, such
-    as a cast of the parameters, adds up in D; the rest adds up in V as a random walk.
-    An entry is not trusted to round more finely than its leaf does, relative to the
-    magnitudes: s^2 = sum V / sum S^2 over the leaf.
+    in float64, and in float64 with every equation's result perturbed as a rounding
+    would (Monte Carlo arithmetic, see `lockstep`). From these comes V, the variance of
+    the sum of the terms' errors, which add up as a random walk. What a program rounds
+    the same way for all examples, such as a cast of the parameters, adds up in D, the
+    error of the reference: see below. An entry is not trusted to round more finely than
+    its leaf does, relative to the magnitudes: s^2 = sum V / sum S^2 over the leaf.
 
         C = sqrt(2) tau max(sqrt(V), s S)
 
@@ -85,8 +84,13 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     holds for the leaf's 2-norm with m = 1, M_i and v of vectors (Pinelis 1994). Of a
     batch that is measured as one term, several decisions may coincide: 2 M.
 
-The random parts are independent, so their variances add. D is not random: it is the
-reference's own, and a candidate's may be the opposite.
+The random parts are independent, so their variances add. In D = c + r, c is common to
+all examples, which for a candidate may be s c with any s in [-1, 1], and r is random.
+With its own r' a candidate differs by s c + r' - c - r = (s - 1) D + r' - s r: the last
+two have the variance of two programs at most. D is the reference minus the exact
+gradient where the random part explains that much. Otherwise the reference may not even
+be a sum of the examples' terms, so D is measured without it: the sum of the terms'
+errors in one run as the device rounds.
 
     bound = sqrt(A^2 + B^2 + C^2) + 2 |D| + (n + EXTRA) smallest
 
@@ -186,8 +190,9 @@ class Sums(NamedTuple):
       magnitude: S, the sum of |t_i|.
       square: The sum of |t_i|^2; if the terms inside t_i cancel, the sum of their
         squares.
-      drift: D, the sum of the terms' errors in the reference's precision.
-      variance: V, the variance of that sum, in draws and in the reference's precision.
+      drift: D, the error of the reference, or of the terms as the device rounds; None
+        if it is not known yet.
+      variance: V, the variance of the sum of the terms' errors.
       scale: The scale.
     """
 

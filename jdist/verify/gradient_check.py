@@ -26,7 +26,7 @@ from jdist.verify.bound import (
 from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Describe, Named, compare_leaves, renamed
 from jdist.verify.explanations import uses_counted
-from jdist.verify.measure import Measured, ReducedLoss
+from jdist.verify.measure import Measured, ReducedLoss, trim
 from jdist.verify.oracle import LossFn, gradient_of_sum
 from jdist.verify.processes import (
     TIMEOUT,
@@ -342,7 +342,7 @@ class Reference:
             measured = self._loss.measure(
                 self._params,
                 self.counted,
-                self.gradient,
+                (self.loss_value, self.gradient),
                 check=self._check and not self._measured,
                 more=more,
             )
@@ -501,6 +501,8 @@ class Reference:
         few = dict(islice(failing.items(), EXPLAINED))
         if not few:
             return ()
+        # The comparison's arrays are freed: the gradients of the uses need as much.
+        trim(self._params)
         batch, weights, _ = self.counted
         scalar = self._loss.scalar
         counts = uses_counted(lambda p: scalar(p, batch, weights), self._params, few)

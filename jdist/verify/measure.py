@@ -1,12 +1,14 @@
 """Measures the magnitudes and rounding errors of the terms of each sum.
 
 The gradient program of one example is traced once, in the user's own settings. It is
-then run on each example alone, piece by piece (`piecewise`): as it is, in float64, and
-several times with every equation perturbed as rounding would. Small examples are run
-together, by `vmap`; their gradients stay apart. From these come the sums over examples
-that `bound.Sums` lists. The backward pass of an example begins with its share of the
-reduced loss, w / sum w for a mean, as that of the whole batch does: a custom derivative
-rule may clip, round or take the sign of its cotangent.
+then run on each example alone, piece by piece (`piecewise`): in float64, several times
+with every equation perturbed as rounding would, and as it is where that is needed: for
+16 bits, for decisions, or where the reference's own error is larger than perturbations
+explain. Small examples are run together, by `vmap`; their gradients stay apart. From
+these come the sums over examples that `bound.Sums` lists. The backward pass of an
+example begins with its share of the reduced loss, w / sum w for a mean, as that of the
+whole batch does: a custom derivative rule may clip, round or take the sign of its
+cotangent.
 
 On the way the examples' losses are compared with those of the whole batch: if they
 differ, examples influence each other (batch statistics), and no split of the batch can
@@ -263,14 +265,15 @@ class _LeafSums(NamedTuple):
     """The sums of one leaf while they are made, all but the first divided by a scale.
 
     Those of a large leaf are in single precision, in which squares may be too small.
+    Drifts are None where no program ran as the device rounds.
     """
 
     total: jax.Array
     magnitude: jax.Array
     square: jax.Array
-    drift: jax.Array
-    drift_square: jax.Array
     variance: jax.Array
+    drift: jax.Array | None = None
+    drift_square: jax.Array | None = None
 
 
 class ReducedLoss:
@@ -335,7 +338,7 @@ class ReducedLoss:
         self,
         params: PyTree,
         counted: Counted,
-        gradient: PyTree,
+        reference: tuple[ArrayLike, PyTree],
         *,
         check: bool = False,
         more: int = 1,
@@ -345,13 +348,14 @@ class ReducedLoss:
         Args:
           params: The parameters.
           counted: The batch.
-          gradient: That of the whole batch, with which candidates are compared.
+          reference: The whole batch's loss and gradient, with which candidates are
+            compared.
           check: Whether the reference is compared with finite differences.
           more: By how much the number of draws is multiplied.
         """
         batch, weights, rows = counted
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
-        _trim(params)
+        trim(params)
         programs, reduction = self.programs, self.reduction
         losses = programs.losses(params, batch)
         apart = losses.shape != ()
@@ -362,17 +366,23 @@ class ReducedLoss:
         terms = examples if apart else _leading(batch)
         draws = more * _draws(params, examples)
         given = params, batch, shares
-        found = programs.gradients(*given, draws)
         choices = programs.choices(*given, rows)
-        bounded = partial(_bounded, params, losses.dtype, self._accumulation)
+        bounded = partial(_bounded, params, reference, self._accumulation)
+        found = programs.gradients(*given, draws)
         bounds = bounded(found.leaves, terms, (draws, draws * examples))
+        if not bounds.explained and not (
+            apart and _coupling(losses.exact, found.losses, rows)
+        ):
+            del bounds
+            found = programs.gradients(*given, draws, as_it_rounds=True)
+            bounds = bounded(found.leaves, terms, (draws, draws * examples))
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
         coupled: tuple[str, ...] = ()
         if apart:
             hidden = partial(
                 _hidden_coupling,
-                gradient,
+                reference[1],
                 bounds.totals,
                 exact=partial(self._of_whole.exact_gradient, params, (batch, w)),
                 rules=partial(programs.own_rules, params, batch),
@@ -388,7 +398,7 @@ class ReducedLoss:
         if coupled:
             terms, draws = _leading(batch), more * _draws(params, 1)
             given = params, (batch, w), np.ones(())
-            found = self._of_whole.gradients(*given, draws)
+            found = self._of_whole.gradients(*given, draws, as_it_rounds=True)
             choices = self._of_whole.choices(*given)
             bounds = bounded(found.leaves, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
@@ -396,9 +406,9 @@ class ReducedLoss:
         if check:
             finer = unit_roundoff("float64") / programs.unit
             known = Exact(bounds.totals, found.scatter * finer, losses.middle(shares))
-            _trim(params)
+            trim(params)
             oracle = self._check(params, batch, weights, known=known)
-        _trim(params)
+        trim(params)
         return Measured(bounds.limits, bounds.of_loss, oracle, notes, choices)
 
 
@@ -491,21 +501,30 @@ class LossPrograms:
         return max(rounded, perturbed / factor)
 
     def gradients(
-        self, params: PyTree, batch: PyTree, shares: np.ndarray, draws: int
+        self,
+        params: PyTree,
+        batch: PyTree,
+        shares: np.ndarray,
+        draws: int,
+        *,
+        as_it_rounds: bool = False,
     ) -> _ExampleSums:
         """The sums over examples, and each example's own loss.
 
-        With a scalar share the batch is one example.
+        With a scalar share the batch is one example. `as_it_rounds` asks for errors of
+        the program itself, which are measured in any case where the float64 run needs
+        its decisions or its roundings to 16 bits.
         """
         pieces, together = self._examples_program(params, batch, shares)
         factor, drawn = magnified(pieces.program), drawn_form(pieces.program)
         self.unit = unit_roundoff(drawn.wider("float32"))
         twofold = pieces.deciding > 0 or not rounds_as_drawn(pieces.program)
-        found = _Examples(pieces, drawn, factor, params, together > 1, twofold)
+        apart = as_it_rounds and not twofold
+        found = _Examples(pieces, drawn, factor, params, together > 1, twofold, apart)
         losses = np.zeros(max(shares.size, 1))
         groups = -(-losses.size // together)
         # A tiny program is measured before a bar could be read.
-        runs = 0 if pieces.tiny else groups * (2 - twofold + draws)
+        runs = 0 if pieces.tiny else groups * (1 + apart + draws)
         with (
             progress("measuring rounding", runs) as advance,
             double_precision(),
@@ -514,7 +533,7 @@ class LossPrograms:
             for group in _groups(batch, shares, together):
                 values = found.add(group, draws, advance)
                 losses[group.numbers[group.inside]] = values[group.inside]
-                _trim(params)
+                trim(params)
         missed = ", ".join(sorted(pieces.missed))
         notes = rounding_note(pieces.program)
         if missed:
@@ -560,7 +579,7 @@ class LossPrograms:
         """The gradient of the whole batch in float64: its floating leaves in order."""
         program = self._program(params, batch)
         seed = jnp.asarray(cotangent, program.in_avals[0].dtype)
-        _trim(params)
+        trim(params)
         leaves = jax.tree.leaves((seed, params, batch))
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             _, *exact = self.pieces_of(program).exact(leaves)
@@ -594,7 +613,7 @@ class LossPrograms:
         return self._gradient_of.trace(loss, params, batch).jaxpr
 
 
-def _trim(params: PyTree) -> None:
+def trim(params: PyTree) -> None:
     """Gives freed memory back to the system, where parameters are large.
 
     glibc keeps freed blocks of up to 32 MiB, which most leaves are: with 124 M
@@ -603,9 +622,9 @@ def _trim(params: PyTree) -> None:
     """
     large = sum(x.size for x in jax.tree.leaves(params)) > HEAVY
     if large and sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Of glibc only.
-        if trim is not None:
-            trim(0)
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Of glibc only.
+        if malloc_trim is not None:
+            malloc_trim(0)
 
 
 def _draws(params: PyTree, examples: int) -> int:
@@ -742,7 +761,8 @@ class _Examples:
       factor: By how much perturbations exceed rounding.
       params: The parameters.
       several: Whether it takes several examples, along axis 0 of all but `params`.
-      twofold: Whether the program as it rounds needs a form of its own.
+      twofold: Whether the program as it rounds runs beside that in float64.
+      apart: Whether it runs by itself, where it does not beside.
     """
 
     def __init__(
@@ -753,12 +773,14 @@ class _Examples:
         params: PyTree,
         several: bool,
         twofold: bool,
+        apart: bool,
     ) -> None:
         self._pieces = pieces
         self._drawn = drawn
         self._factor = factor
         self._several = several
         self._twofold = twofold
+        self._apart = apart
         self._params = _pairs(params)
         self._sums: dict[int, _LeafSums] = {}
         self._scales: dict[int, float] = {}
@@ -806,7 +828,7 @@ class _Examples:
         losses = np.asarray(exact[0]).reshape(-1)
         if not counts.any():
             return losses
-        if not self._twofold:
+        if self._apart and not self._twofold:
             self._pieces.run(
                 leaves,
                 self._drawn,
@@ -902,18 +924,20 @@ def _in_turn(made: list[tuple[float, _LeafSums]], draws: int) -> Iterator[Sums]:
     """The sums leaf by leaf; those that were made are dropped on the way."""
     while made:
         scale, leaf = made.pop(0)
-        total, magnitude, square, drift, own, drawn = map(np.asarray, leaf)
+        *sizes, drawn, drift, own = (None if x is None else np.asarray(x) for x in leaf)
         del leaf
-        # Either estimate of the variance alone may be too small by chance.
-        variance = np.maximum(own, drawn / draws)
-        yield Sums(total, magnitude, square, drift, variance, scale)
+        variance = drawn / draws
+        if own is not None:
+            # Either estimate of the variance alone may be too small by chance.
+            variance = np.maximum(own, variance)
+        yield Sums(*sizes, drift, variance, scale)
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
     """The sums over no example."""
     total = jnp.zeros(shape, dtype)
-    error = jnp.zeros(shape, single_of(dtype) if large else dtype)
-    return _LeafSums(total, error.real, error.real, error, error.real, error.real)
+    size = jnp.zeros(shape, single_of(dtype) if large else dtype).real
+    return _LeafSums(total, size, size, size)
 
 
 @partial(jax.jit, static_argnames="several")
@@ -959,9 +983,14 @@ def _drifted(
         exact, rounded = exact[None], rounded[None]
     factor, counts = (_of_examples(x, exact) for x in (factor, counts))
     error = factor * (rounded.astype(exact.dtype) - exact) / scale
+    drift, square = sums.drift, sums.drift_square
+    if drift is None or square is None:
+        large = sums.square.dtype == jnp.float32
+        square = jnp.zeros_like(sums.square)
+        drift = square.astype(single_of(error.dtype) if large else error.dtype)
     return sums._replace(
-        drift=_plus(sums.drift, error, counts),
-        drift_square=_plus(sums.drift_square, jnp.abs(error) ** 2, counts),
+        drift=_plus(drift, error, counts),
+        drift_square=_plus(square, jnp.abs(error) ** 2, counts),
     )
 
 
@@ -1013,35 +1042,51 @@ class _Bounds(NamedTuple):
       of_loss: The limit of the loss.
       limits: Those of the parameters' leaves; None for a leaf without a gradient.
       totals: The exact gradient's floating leaves.
+      explained: Whether the random part of the bounds explains the reference's own
+        errors, where these stand for D.
     """
 
     of_loss: Limit
     limits: dict[str, Limit | None]
     totals: list[np.ndarray]
+    explained: bool
 
 
 def _bounded(
     params: PyTree,
-    loss_dtype: DTypeLike,
+    reference: tuple[ArrayLike, PyTree],
     accumulation: DTypeLike | None,
     sums: Iterator[Sums],
     terms: int,
     draws: tuple[int, int],
 ) -> _Bounds:
-    def bound(dtype: DTypeLike, leaf: Sums) -> Limit:
-        adding = accumulated(dtype, accumulation)
-        return measured_bound(dtype, leaf, terms, draws, adding)
+    explained, totals = True, []
 
-    loss = next(sums)
-    limits: dict[str, Limit | None] = {}
-    totals = []
-    for path, leaf in named_leaves(params).items():
-        limits[path] = None
-        if is_inexact(leaf):
-            own = next(sums)
-            limits[path] = bound(leaf.dtype, own)
-            totals.append(own.total)
-    return _Bounds(bound(loss_dtype, loss), limits, totals)
+    def bound(given: ArrayLike) -> Limit:
+        nonlocal explained
+        own, dtype = next(sums), jnp.result_type(given)
+        totals.append(own.total)
+        measured = own.drift is not None
+        if not measured:
+            apart = in_double(given)
+            apart -= own.total
+            apart /= own.scale
+            own = own._replace(drift=apart)
+        limit = measured_bound(
+            dtype, own, terms, draws, accumulated(dtype, accumulation)
+        )
+        if not measured and explained:
+            # 2 |D| of the bound are D's own. NaN is not explained.
+            explained = bool((np.abs(own.drift) <= limit.bound / (3 * own.scale)).all())
+        return limit
+
+    value, gradient = reference
+    of_loss, leaves = bound(value), named_leaves(gradient)
+    limits = {
+        path: bound(leaves[path]) if is_inexact(leaf) else None
+        for path, leaf in named_leaves(params).items()
+    }
+    return _Bounds(of_loss, limits, totals[1:], explained)
 
 
 def _accumulates(params: PyTree, accumulation: DTypeLike | None) -> tuple[str, ...]:

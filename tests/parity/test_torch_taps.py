@@ -254,7 +254,7 @@ def test_two_processes_over_gloo_are_traced(judge, tmp_path):
 
 
 def test_over_gloo_the_first_wrong_cotangent_is_named(judge, monkeypatch, tmp_path):
-    # A wrong candidate is called again, to see whether it repeats itself; once is enough.
+    # A wrong candidate is called again, to see whether it repeats itself: once here.
     monkeypatch.setattr("jdist.verify.candidates.CALLS", 2)
     found = judge(over_gloo(tmp_path, wrong=True)).difference
     assert (found.direction, found.tap) == ("backward", "hidden")

@@ -530,10 +530,10 @@ def test_what_more_draws_might_explain_is_measured_again(smooth, looks):
     """A few bounds off, or far off but little of the leaf, as by another decision."""
     loss, w, x, candidate = smooth
     reduced, judged = ReducedLoss(loss, "mean", None), verify.gradients_judge(loss)
-    counted, (_, gradient) = reduced.reference(w, x, None)
-    (limit,) = reduced.measure(w, counted, gradient).limits.values()
+    counted, reference = reduced.reference(w, x, None)
+    (limit,) = reduced.measure(w, counted, reference).limits.values()
     assert 2 < limit.doubt < 4
-    least = GROSS * np.linalg.norm(gradient)
+    least = GROSS * np.linalg.norm(reference[1])
     assert 100 * limit.bound[2] < least
     for off, expected, ok in [
         (0.9 * limit.bound[2], [12], True),
@@ -573,8 +573,8 @@ def test_what_is_far_off_in_a_deep_model_is_looked_at_once(rng, looks, monkeypat
         return value, 2 * grad
 
     reduced = ReducedLoss(loss, "mean", None)
-    counted, (_, gradient) = reduced.reference(w, x, None)
-    (limit,) = reduced.measure(w, counted, gradient).limits.values()
+    counted, reference = reduced.reference(w, x, None)
+    (limit,) = reduced.measure(w, counted, reference).limits.values()
     width = np.linalg.norm(limit.bound) / np.linalg.norm(limit.size)
     assert 1.5 * ROUNDINGS < width / 2.0**-24 < CHAOTIC / 1.5
     looks.clear()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
+from jdist.verify.bound import measured_bound
 from jdist.verify.measure import (
     HEAVY,
     MAGNIFIED,
@@ -25,8 +26,8 @@ from jdist.verify.measure import (
     _coupling,
     _leading,
     _shares,
-    _trim,
     magnified,
+    trim,
 )
 from jdist.verify.oracle import differentiated
 
@@ -359,8 +360,8 @@ def test_foreign_code_is_named():
 def measured(losses, params, batch, weights=None, reduction="mean", more=1):
     """What is known of a problem before anything is judged."""
     loss = ReducedLoss(losses, reduction, None)
-    gradient = jax.jit(differentiated(loss.scalar))(params, batch, weights)[1]
-    return loss.measure(params, Counted(batch, weights), gradient, more=more)
+    reference = jax.jit(differentiated(loss.scalar))(params, batch, weights)
+    return loss.measure(params, Counted(batch, weights), reference, more=more)
 
 
 def test_the_sums_are_those_of_the_examples(rng):
@@ -405,9 +406,80 @@ def test_errors_of_opposite_signs_cancel_in_the_drift(rng):
     w, x = normal(rng, 3), normal(rng, 4, 3)
     programs = LossPrograms(lambda w, x: (x @ w) ** 3, None)
     both = jnp.concatenate([x, -x])
-    _, sums = programs.gradients(w, both, np.full(8, 1 / 8), 2).leaves
+    given = w, both, np.full(8, 1 / 8), 2
+    _, sums = programs.gradients(*given, as_it_rounds=True).leaves
     assert not sums.drift.any()
     assert sums.variance.all()
+
+
+@pytest.fixture
+def rounded_runs(monkeypatch):
+    """The runs as the device rounds: whether each measurement had one."""
+    found, gradients = [], LossPrograms.gradients
+
+    def noted(self, *given, as_it_rounds=False):
+        made = gradients(self, *given, as_it_rounds=as_it_rounds)
+        found.append(as_it_rounds)
+        return made
+
+    monkeypatch.setattr(LossPrograms, "gradients", noted)
+    return found
+
+
+def test_the_references_error_is_its_drift(rng, rounded_runs):
+    """Where perturbations explain it, so that no program runs as the device rounds."""
+    w, x = normal(rng, 3), normal(rng, 7, 3)
+    losses = lambda w, x: (x @ w) ** 3  # noqa: E731
+    reduced = ReducedLoss(losses, "mean", None)
+    counted, (value, gradient) = reduced.reference(w, x, None)
+    (limit,) = reduced.measure(w, counted, (value, gradient)).limits.values()
+    assert rounded_runs == [False]
+    _, sums = reduced.programs.gradients(w, x, np.full(7, 1 / 7), 19).leaves
+    assert sums.drift is None
+    off = np.asarray(gradient, np.float64) - sums.total
+    assert off.any()
+    with_own = sums._replace(drift=off)
+    wanted = measured_bound("float32", with_own, 7, (19, 133), "float32")
+    np.testing.assert_allclose(limit.bound, wanted.bound, rtol=1e-12)
+
+
+def test_what_is_rounded_once_for_all_examples_is_measured(rng, rounded_runs):
+    """An angle of many turns, whose error adds up: more than perturbations explain."""
+    some = rng.uniform(0.6, 0.8, 99).astype(np.float32)
+    # The angle that is rounded by most.
+    angles = np.float32(3e4) * some
+    w = jnp.float32(some[np.argmax(np.abs(angles - 3e4 * some.astype(float)))])
+    x = jnp.asarray(rng.uniform(1, 2, 511), jnp.float32)
+    losses = lambda w, x: x * jnp.exp(jnp.sin(3e4 * w))  # noqa: E731
+    parts = [(x[:300], 300 / 511), (x[300:], 211 / 511)]
+
+    def candidate(factor):
+        def fn(w, _):
+            each = [(mean_of(losses)(w, own), share) for own, share in parts]
+            value, gradient = (sum(a[i] * b for a, b in each) for i in range(2))
+            return value, factor * gradient
+
+        return fn
+
+    asked = {"right": candidate(1), "wrong": candidate(1.5)}
+    report = verify.gradients_judge(losses)(w, x, asked)
+    assert {row.candidate for row in report.failures} == {"wrong"}
+    assert rounded_runs[:2] == [False, True]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_an_error_of_the_reference_itself_widens_no_bound(wrong, rng, rounded_runs):
+    """A gradient that only the whole batch has, and that no loss shows, is found."""
+    w, x = normal(rng, 3), normal(rng, 7, 3)
+
+    def losses(w, x):
+        own = (x @ w) ** 2
+        coupled = (own - jax.lax.stop_gradient(own)) * own.mean()
+        return own + coupled if wrong else own
+
+    report = verify.gradients_judge(losses)(w, x, {"jax": mean_of(losses)})
+    assert rounded_runs == ([False, True, True] if wrong else [False])
+    assert any("influence each other" in note for note in report.notes) == wrong
 
 
 def test_an_example_that_does_not_count_may_have_no_gradient():
@@ -448,9 +520,9 @@ def test_more_draws_are_taken_of_fewer_examples(monkeypatch):
     """Some 128 in all, and not more than 32 of one; sixteen times as many on demand."""
     gradients, taken = LossPrograms.gradients, []
 
-    def noted(self, params, batch, shares, draws):
+    def noted(self, params, batch, shares, draws, **options):
         taken.append(draws)
-        return gradients(self, params, batch, shares, draws)
+        return gradients(self, params, batch, shares, draws, **options)
 
     monkeypatch.setattr(LossPrograms, "gradients", noted)
     losses = lambda w, x: w * x  # noqa: E731
@@ -619,8 +691,8 @@ def test_freed_memory_is_given_back(monkeypatch):
     kept = blocks[-1]
     del blocks
     before = resident()
-    _trim({"w": jax.ShapeDtypeStruct((HEAVY,), jnp.float32)})
+    trim({"w": jax.ShapeDtypeStruct((HEAVY,), jnp.float32)})
     assert before - resident() < 2**26  # Small parameters: nothing is done.
-    _trim({"w": jax.ShapeDtypeStruct((HEAVY + 1,), jnp.float32)})
+    trim({"w": jax.ShapeDtypeStruct((HEAVY + 1,), jnp.float32)})
     assert before - resident() > 2**27
     assert kept.sum() == 2**17

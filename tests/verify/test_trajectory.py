@@ -1,12 +1,11 @@
 """The limit of a leaf after steps, beside the formula of the module's docstring."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdist.verify.bound import EXTRA, confidence
-from jdist.verify.measure import Counted, ReducedLoss
+from jdist.verify.measure import ReducedLoss
 from jdist.verify.steps.trajectory import FOLLOWED, Training, limits_of, trajectory
 
 
@@ -70,9 +69,8 @@ def test_others_move_by_the_bound_of_the_gradient(rng):
     # A rate at which the gradient's error is most of the new parameters'.
     training = Training(losses, lambda w, g, s: (w - 1000 * g, s), False, "mean", None)
     (moment,) = trajectory(training, (w, (), ()), [(x, None)])
-    gradient = jax.grad(lambda w: losses(w, x).mean())(w)
     reduced = ReducedLoss(losses, "mean", None)
-    measured = reduced.measure(w, Counted(x, None), gradient)
+    measured = reduced.measure(w, *reduced.reference(w, x, None))
     own = measured.limits["(root)"].bound
     np.testing.assert_array_equal(moment.limits["gradient"].bound, own)
     ratio = moment.limits["params"].bound / (np.sqrt(2) * 1000 * own)

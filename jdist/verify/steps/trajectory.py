@@ -249,8 +249,8 @@ def trajectory(
         (params, opt_state, states), others = begin.state, begin.others
         batch, own, _ = given = counted(params, *weighted)
         # At the reference's parameters: the others are moved in lockstep with it.
-        _, gradient, new = gradient_of(params, batch, own, states)
-        measured = measure(begin.state, given, gradient)
+        value, gradient, new = gradient_of(params, batch, own, states)
+        measured = measure(begin.state, given, (value, gradient))
         known = [x for x in measured.limits.values() if x is not None]
         # The update makes the others of the gradient.
         results = gradient, params, opt_state, new
@@ -396,10 +396,12 @@ def _measurement(
     coupled = ReducedLoss(whole, "mean", accumulation)
 
     def measure(
-        state: tuple[PyTree, PyTree, PyTree], given: Counted, gradient: PyTree
+        state: tuple[PyTree, PyTree, PyTree],
+        given: Counted,
+        reference: tuple[jax.Array, PyTree],
     ) -> Measured:
         own = Counted((given.batch, given.weights, state[2]), None)
-        return coupled.measure(state[0], own, gradient)
+        return coupled.measure(state[0], own, reference)
 
     return lambda _, *given: Counted(*given), measure
 
