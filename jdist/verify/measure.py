@@ -356,12 +356,11 @@ class ReducedLoss:
         batch, weights, rows = counted
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         trim(params)
-        programs, reduction = self.programs, self.reduction
+        programs = self.programs
         losses = programs.losses(params, batch)
         apart = losses.shape != ()
-        # Under max and min, rounding may decide which example counts.
-        blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
-        shares, notes = _shares(losses, blur, weights, reduction)
+        blur = partial(programs.blur, params, batch)
+        shares, notes = _shares(losses, blur, weights, self.reduction)
         examples = int(np.count_nonzero(shares))
         terms = examples if apart else _leading(batch)
         draws = more * _draws(params, examples)
@@ -370,15 +369,13 @@ class ReducedLoss:
         bounded = partial(_bounded, params, reference, self._accumulation)
         found = programs.gradients(*given, draws)
         bounds = bounded(found.leaves, terms, (draws, draws * examples))
-        if not bounds.explained and not (
-            apart and _coupling(losses.exact, found.losses, rows)
-        ):
+        coupled = _coupling(losses.exact, found.losses, rows) if apart else ()
+        if not (bounds.explained or coupled):
             del bounds
             found = programs.gradients(*given, draws, as_it_rounds=True)
             bounds = bounded(found.leaves, terms, (draws, draws * examples))
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
-        coupled: tuple[str, ...] = ()
         if apart:
             hidden = partial(
                 _hidden_coupling,
@@ -387,9 +384,7 @@ class ReducedLoss:
                 exact=partial(self._of_whole.exact_gradient, params, (batch, w)),
                 rules=partial(programs.own_rules, params, batch),
             )
-            coupled = _coupling(losses.exact, found.losses, rows) or hidden(
-                bounds.limits
-            )
+            coupled = coupled or hidden(bounds.limits)
             if coupled and (turned := list(choices().examples)):
                 # Their decisions, and not other examples, may be what differs.
                 coupled = _coupling(losses.exact, found.losses, rows, turned) or hidden(
@@ -404,8 +399,7 @@ class ReducedLoss:
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
         oracle = None
         if check:
-            finer = unit_roundoff("float64") / programs.unit
-            known = Exact(bounds.totals, found.scatter * finer, losses.middle(shares))
+            known = Exact(bounds.totals, found.scatter, losses.middle(shares))
             trim(params)
             oracle = self._check(params, batch, weights, known=known)
         trim(params)
@@ -446,7 +440,7 @@ class _ExampleSums(NamedTuple):
     Attributes:
       leaves: The sums of the loss, and then of each floating leaf of the gradient.
       losses: The examples' own losses.
-      scatter: How far rounding scatters the batch's loss, one deviation.
+      scatter: How far rounding scatters the batch's loss in float64, one deviation.
       notes: On what could not be measured, or was measured as the device rounds.
     """
 
@@ -473,8 +467,6 @@ class LossPrograms:
 
         # Jitted, because `trace` then caches the program for each set of shapes.
         self._losses_of = jax.jit(loss_fn)
-        # The unit of the dtype in which draws are perturbed.
-        self.unit = unit_roundoff("float32")
         self._summed = summed
         self._gradient_of = jax.jit(seeded(summed))
         self._gradients_of = jax.jit(jax.vmap(seeded(summed), in_axes=(0, None, 0)))
@@ -517,7 +509,6 @@ class LossPrograms:
         """
         pieces, together = self._examples_program(params, batch, shares)
         factor, drawn = magnified(pieces.program), drawn_form(pieces.program)
-        self.unit = unit_roundoff(drawn.wider("float32"))
         twofold = pieces.deciding > 0 or not rounds_as_drawn(pieces.program)
         apart = as_it_rounds and not twofold
         found = _Examples(pieces, drawn, factor, params, together > 1, twofold, apart)
@@ -541,7 +532,9 @@ class LossPrograms:
             notes += (f"{words}: there the bound is too narrow",)
         made = found.taken()
         scale, of_loss = made[0]
-        scatter = scale * math.sqrt(max(float(of_loss.variance), 0.0) / draws)
+        finer = unit_roundoff("float64") / unit_roundoff(drawn.wider("float32"))
+        variance = max(float(of_loss.variance), 0.0) / draws
+        scatter = finer * scale * math.sqrt(variance)
         return _ExampleSums(_in_turn(made, draws), losses, scatter, notes)
 
     def choices(
@@ -924,13 +917,14 @@ def _in_turn(made: list[tuple[float, _LeafSums]], draws: int) -> Iterator[Sums]:
     """The sums leaf by leaf; those that were made are dropped on the way."""
     while made:
         scale, leaf = made.pop(0)
-        *sizes, drawn, drift, own = (None if x is None else np.asarray(x) for x in leaf)
-        del leaf
-        variance = drawn / draws
-        if own is not None:
+        total, magnitude, square, drawn = map(np.asarray, leaf[:4])
+        variance, drift = drawn / draws, None
+        if leaf.drift is not None:
+            drift = np.asarray(leaf.drift)
             # Either estimate of the variance alone may be too small by chance.
-            variance = np.maximum(own, variance)
-        yield Sums(*sizes, drift, variance, scale)
+            variance = np.maximum(np.asarray(leaf.drift_square), variance)
+        del leaf
+        yield Sums(total, magnitude, square, drift, variance, scale)
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
@@ -1196,11 +1190,15 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) ->
 
 
 def _shares(
-    whole: _Losses, blur: float, weights: ArrayLike | None, reduction: str
+    whole: _Losses,
+    blur: Callable[[], float],
+    weights: ArrayLike | None,
+    reduction: str,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """The factors c_i of the examples' gradients in the gradient of the batch.
 
-    `blur` is the rounding error of a loss: an extreme that leads by less is a note.
+    `blur` measures the rounding error of a loss: under max and min it may decide which
+    example counts, so that an extreme that leads by less is a note.
     """
     w = np.ones(whole.shape) if weights is None else np.asarray(weights, np.float64)
     if not whole.shape or reduction == "sum":
@@ -1214,7 +1212,7 @@ def _shares(
     rest = ranked[~ties].max(initial=-np.inf)
     gap = ranked.max() - rest
     # The lead must exceed what rounding may do to either of the two losses.
-    if gap > confidence(losses.size) * blur:
+    if gap > confidence(losses.size) * blur():
         return ties / ties.sum(), ()
     note = (
         f"the {reduction} leads by {gap:.1e} only: rounding decides which example's "
