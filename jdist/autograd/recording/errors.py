@@ -1,6 +1,6 @@
 """Exceptions of distributed autograd."""
 
-from jdist._errors import JdistError
+from jdist._errors import JdistError, requirement
 
 
 class AutogradError(JdistError, RuntimeError):
@@ -44,6 +44,11 @@ class UnusedSend(BackwardError):
 
     `mode="smart"` does not wait for it; torch waits for ever here.
     """
+
+
+def refused(call: str, rule: str, got: object, remedy: str = "") -> AutogradError:
+    """An `AutogradError` whose message is `requirement` of the arguments."""
+    return AutogradError(requirement(call, rule, got, remedy))
 
 
 def no_context(context_id: object, why: str = "") -> ContextNotFound:

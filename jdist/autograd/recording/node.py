@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist.autograd.recording.errors import GraphFreed
 from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment
 from jdist.segment.internal import backward_arrays, passed_on
 
@@ -261,8 +262,7 @@ class SendNode(Node):
         self.reach = frozenset((message_id,))
         self.message_id = message_id
         self.light = False
-        assert worker.incarnation is not None  # it belongs to the group
-        self.worker, self.incarnation = worker.name, worker.incarnation
+        self.worker, self.incarnation = worker.name, incarnation_of(worker)
         self._label = label
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
@@ -340,8 +340,7 @@ class RecvNode(Node):
         super().__init__("receive", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
-        assert worker.incarnation is not None  # it belongs to the group
-        self.worker, self.incarnation = worker.name, worker.incarnation
+        self.worker, self.incarnation = worker.name, incarnation_of(worker)
         self.reach = reach
 
     @property

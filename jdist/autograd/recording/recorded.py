@@ -288,17 +288,8 @@ class Operators(Recordable):
         self._check_one_array("mT")
         return record(jnp.matrix_transpose, (self,), {})
 
-    @property
-    def real(self) -> Computed:
-        """As `jnp.real`."""
-        self._check_one_array("real")
-        return record(jnp.real, (self,), {})
-
-    @property
-    def imag(self) -> Computed:
-        """As `jnp.imag`."""
-        self._check_one_array("imag")
-        return record(jnp.imag, (self,), {})
+    real = property(_method(jnp.real))
+    imag = property(_method(jnp.imag))
 
     # --- what is no part of the history ---
 

@@ -126,16 +126,12 @@ class Variable(Operators):
         """Sets a value of other dtypes, such as compute copies; shapes stay."""
         self._held = _FlatTree.of(tree)
 
-    def __copy__(self) -> NoReturn:
-        self._refuse_copy()
-
-    def __deepcopy__(self, known: dict[int, object]) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def __copy__(self, known: object = None) -> NoReturn:
         rule = "must not be given a variable: gradients would go to the original"
         remedy = "Make another one: `autograd.variable(x.value)`."
         raise type_error("copy(x)", rule, quoted(self), remedy)
+
+    __deepcopy__ = __copy__
 
     @property
     def structure(self) -> jax.tree_util.PyTreeDef:
@@ -211,7 +207,7 @@ class Variable(Operators):
           ValueError: A hook returned another structure, shape or dtype.
           Exception: Whatever a hook raised.
         """
-        gradient = self._placed(cotangents)
+        gradient = self.placed(cotangents)
         if not self._hooks:
             return gradient
         for hook in self.hooks:
@@ -220,9 +216,10 @@ class Variable(Operators):
                 _check_hooked(gradient, changed)
                 gradient = changed
         # A hook may have returned other containers with equal leaves.
-        return self._placed(self.structure.flatten_up_to(gradient))
+        return self.placed(self.structure.flatten_up_to(gradient))
 
-    def _placed(self, cotangents: Sequence[Cotangent]) -> PyTree:
+    def placed(self, cotangents: Sequence[Cotangent]) -> PyTree:
+        """Builds the tree of these cotangents, each placed as its leaf is."""
         # Placed as the variable is: what an optimizer makes of both is then placed so
         # too, and the next step finds all programs compiled.
         held = self._held
@@ -251,7 +248,7 @@ class Variable(Operators):
         return kind, leaves, edges
 
     def __repr__(self) -> str:
-        shown = jax.tree.map(_Described, self._held.tree)
+        shown = jax.tree.map(lambda x: _ShownText(abbreviated(x)), self._held.tree)
         return f"Variable({shown})"
 
 
@@ -364,11 +361,8 @@ def _discard(hooks: dict[object, Hook], key: object) -> None:
     hooks.pop(key, None)
 
 
-class _Described:
-    """Shown as dtype and shape."""
+class _ShownText(str):
+    """A text that is shown without quotation marks."""
 
-    def __init__(self, array: jax.Array) -> None:
-        self._text = abbreviated(array)
-
-    def __repr__(self) -> str:
-        return self._text
+    __slots__ = ()
+    __repr__ = str.__str__
