@@ -196,8 +196,7 @@ class Context:
         Raises:
           ContextNotFound: It was released.
         """
-        incarnation = worker.incarnation
-        assert incarnation is not None  # it belongs to the group
+        incarnation = incarnation_of(worker)
         if self.known.get(incarnation) == worker.name and self.ended is None:
             return False  # known, and only the end of the context forgets it
         with self.lock:
@@ -213,8 +212,7 @@ class Context:
           ContextNotFound: It was released.
         """
         with self.lock:
-            if self.ended is not None:
-                self.check()
+            self.check()
             for variable, gradient in gradients.items():
                 known = self.gradients.get(variable)
                 if isinstance(known, jax.Array):  # the common case needs no tree map

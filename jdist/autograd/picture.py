@@ -101,16 +101,14 @@ class Graph:
 
         There is a box for each worker, and dashed arrows are messages.
         """
-        lines, labels = ["flowchart LR"], self.labels()
+        lines, labels = ["flowchart LR"], list(map(_escaped, self.labels()))
         # A dict, not a set: workers come in the order of the nodes, in every run.
         for number, worker in enumerate(dict.fromkeys(v.worker for v in self.nodes)):
             lines.append(f'  subgraph w{number}["{_escaped(worker)}"]')
             for place, node in enumerate(self.nodes):
                 if node.worker == worker:
                     left, right = _SHAPES[node.kind]
-                    lines.append(
-                        f'    n{place}{left}"{_escaped(labels[place])}"{right}'
-                    )
+                    lines.append(f'    n{place}{left}"{labels[place]}"{right}')
             lines.append("  end")
         for source, target in self.arcs():
             # Only there does a value arrive: a worker may call itself.

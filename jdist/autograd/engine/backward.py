@@ -12,20 +12,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import beside, called_outside_mesh, placed_at
-from jdist._errors import (
-    check_choice,
-    check_flags,
-    check_type,
-    requirement,
-    value_error,
-)
+from jdist._errors import check_choice, check_flags, check_type, value_error
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.engine import LocalPass, Root
 from jdist.autograd.engine.messages import PassFailure
 from jdist.autograd.engine.replicated import ReplicaReduction
-from jdist.autograd.recording.errors import AutogradError
+from jdist.autograd.recording.errors import AutogradError, refused
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, ProtocolError, RpcTimeout, RRef, WorkerInfo
@@ -115,15 +109,6 @@ def backward(
     InterruptSafeLock.releasing_all(reduction.locks, act)
 
 
-def _backward_of(
-    context: Context, root: Recorded, retain_graph: bool, deadline: current.Deadline
-) -> LocalPass:
-    """Starts a SMART pass from one value without a thread."""
-    local_pass = _begin(context, _roots([root], None), "smart", retain_graph, deadline)
-    local_pass.begin()
-    return local_pass
-
-
 def _begin(
     context: Context,
     roots: list[Root],
@@ -203,13 +188,11 @@ def _roots(
     check_type(call, roots, list | tuple, rule)
     if not roots:
         rule = "must have a value: No tensors provided for gradient computation"
-        raise AutogradError(requirement(call, rule, "none"))
+        raise refused(call, rule, "none")
     if cotangents is None:
         return [_scalar_root(position, root) for position, root in enumerate(roots)]
-    call, rule = (
-        "backward(cotangents=...)",
-        "must be a list of arrays, one for each root",
-    )
+    call = "backward(cotangents=...)"
+    rule = "must be a list of arrays, one for each root"
     check_type(call, cotangents, list | tuple, rule)
     if len(cotangents) != len(roots):
         rule = f"must be {len(roots)} arrays, one for each root"
@@ -225,9 +208,7 @@ def _scalar_root(position: int, root: Recorded) -> Root:
             f"has roots[{position}] that is not a scalar, all roots need to be scalar"
         )
         remedy = "Give cotangents=, one for each root, or take a sum."
-        raise AutogradError(
-            requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
-        )
+        raise refused("backward(roots)", rule, f"shape {value.shape}", remedy)
     of = value.shape, value.dtype, value.sharding, value.committed
     seed = _one(*of)
     # A gradient may be the seed itself, and its user may have donated it.
@@ -273,11 +254,11 @@ def _value_of_root(position: int, root: object) -> jax.Array:
     if leaf:
         rule = "must have been computed: a variable does not have a valid gradient "
         rule += "function"
-        raise AutogradError(requirement(call, rule, root))
+        raise refused(call, rule, root)
     if not isinstance(root, Recorded):
         rule = "must be a recorded value: requires_grad not set on it"
         remedy = "It does not depend on a variable, or its history was dropped."
-        raise AutogradError(requirement(call, rule, root, remedy))
+        raise refused(call, rule, root, remedy)
     return root.value
 
 
@@ -302,7 +283,11 @@ def install(container: Container) -> None:
         def begin(computed: Future[type]) -> LocalPass:
             computed.value()
             context = container.retrieve(context_id)
-            return _backward_of(context, rref.local_value(), retain_graph, limit)
+            seeds = _roots([rref.local_value()], None)
+            local_pass = _begin(context, seeds, "smart", retain_graph, limit)
+            # Without a thread that waits for its end.
+            local_pass.begin()
+            return local_pass
 
         # A value that is not computed yet is waited for without a thread.
         begun = rref.value_type(blocking=False).then(begin)
@@ -329,9 +314,7 @@ def _backward_of_reference(
         if context is None:
             rule = "must be the id of a context, outside of one"
             remedy = "Gradients are kept in contexts, and never with a variable."
-            raise AutogradError(
-                requirement("RRef.backward(context_id)", rule, context_id, remedy)
-            )
+            raise refused("RRef.backward(context_id)", rule, context_id, remedy)
         context_id = context.id
     if rref.is_owner():
         backward(context_id, [rref.local_value()], retain_graph=retain_graph)

@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -66,6 +66,7 @@ from jdist.rpc.extension import (
     Reply,
     current,
     futures,
+    incarnation_of,
 )
 
 STATE = "jdist.autograd.engine"
@@ -348,12 +349,7 @@ class LocalPass:
         # answer itself, without a hand-off to another thread.
         while self._inline is not None:
             (peer, request), self._inline = self._inline, None
-            try:
-                answer = self._agent.exchange(self._outgoing(peer, request))
-            except Exception as error:  # noqa: BLE001 - the step passes it on
-                self._put(partial(self._unanswered, peer, error))
-            else:
-                self._put(partial(self._answered, peer, answer))
+            self._conclude(peer, partial(self._exchange, peer, request))
         self._driver = None
 
     def outcome(self) -> Future[None]:
@@ -418,19 +414,21 @@ class LocalPass:
 
     # --- requests to other workers ---
 
+    def _exchange(self, peer: int, request: GradientRequest) -> Any:
+        return self._agent.exchange(self._outgoing(peer, request))
+
     def _send(self, peer: int, request: GradientRequest) -> None:
         """Sends a request; its answer will be a step."""
         future = self._agent.request(self._outgoing(peer, request))
+        futures.call_when_done(future, partial(self._conclude, peer, future.value))
 
-        def step() -> None:
-            try:
-                answer = future.value()
-            except Exception as error:  # noqa: BLE001 - it ends the pass
-                self._unanswered(peer, error)
-            else:
-                self._answered(peer, answer)
-
-        futures.call_when_done(future, lambda: self._put(step))
+    def _conclude(self, peer: int, exchanged: Callable[[], GradientAnswer]) -> None:
+        """Takes the answer to a request, or its error, as a step."""
+        try:
+            step = partial(self._answered, peer, exchanged())
+        except Exception as error:  # noqa: BLE001 - the step passes it on
+            step = partial(self._end, PassFailure(self._name_of(peer), error))
+        self._put(step)
 
     def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
         to, limit = self._container.peer(peer), self.deadline
@@ -512,10 +510,6 @@ class LocalPass:
         if answer.reports:
             self._detector.heard(answer.reports)
         self._detector.outstanding -= 1
-
-    def _unanswered(self, peer: int, error: Exception) -> None:
-        """Ends the pass because a request failed."""
-        self._end(PassFailure(self._name_of(peer), error))
 
     def _follow(self, future: Future[None]) -> None:
         """Completes `future` at the end of the pass."""
@@ -876,9 +870,7 @@ class Engine:
             failure = self._ended.get(terms.pass_id)
             if failure is not None:
                 found.fail(failure)
-        incarnation = caller.incarnation
-        assert incarnation is not None  # of a member
-        unanswered = UnansweredRequest(incarnation)
+        unanswered = UnansweredRequest(incarnation_of(caller))
         found.receive(request, unanswered)
         # Mostly it is there, and is sent by this thread without a future.
         return unanswered.reply or found.answer(unanswered)

@@ -219,8 +219,7 @@ class GradientAnswer(msgspec.Struct, frozen=True):
         if found is None:
             return cls((), {}, PassFailure.unpack(body))
         header = unpacked(found, _AnswerHeader, "No answer to gradients")
-        told = {worker: StarvationReport(*report) for worker, report in header.told}
-        return cls(_restored(header.rows, body), told)
+        return cls(_restored(header.rows, body), dict(header.told))
 
 
 def unpack_end(body: object) -> tuple[int, int, PassFailure]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._compat import beside
-from jdist._errors import listed, requirement, value_error
+from jdist._errors import listed, value_error
 from jdist._tree import (
     PyTree,
     abbreviated,
@@ -31,7 +31,7 @@ from jdist._tree import (
     wide_dtype,
 )
 from jdist.autograd.contexts import Container, here
-from jdist.autograd.recording.errors import AutogradError
+from jdist.autograd.recording.errors import AutogradError, refused
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.extension import (
@@ -236,14 +236,9 @@ class ReplicaGroup:
           AutogradError: Another one is under way.
         """
         if not self.lock.try_acquire():
-            raise AutogradError(
-                requirement(
-                    "backward()",
-                    "must run alone where variables are replicated: passes of "
-                    f"{', '.join(self.names)} belong together by their order",
-                    "another pass of this worker under way",
-                )
-            )
+            rule = "must run alone where variables are replicated: passes of "
+            rule += f"{', '.join(self.names)} belong together by their order"
+            raise refused("backward()", rule, "another pass of this worker under way")
         # Counted where a pass begins, so that one that fails counts on all trainers
         # alike.
         self._passes += 1
@@ -295,7 +290,7 @@ class ReplicaGroup:
         for number, member in self._members.items():
             gradient = _mean(parts, number, self.names)
             if gradient is not None:
-                gradients[member.variable] = _placed(member.variable, gradient)
+                gradients[member.variable] = member.variable.placed(gradient)
         return gradients
 
     def _check_numbers(self, parts: Sequence[_Contribution]) -> None:
@@ -524,11 +519,3 @@ def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
     total = functools.reduce(jnp.add, summands)
     mean = reduction.divided(total, functools.reduce(jnp.add, weights))
     return mean.astype(leaves[0].dtype)
-
-
-def _placed(variable: Variable, leaves: Sequence[Any]) -> PyTree:
-    """Place a gradient as its variable is."""
-    own = jax.tree.leaves(variable.value)
-    pairs = zip(leaves, own, strict=True)
-    found = [leaf if leaf is None else beside(leaf, value) for leaf, value in pairs]
-    return variable.structure.unflatten(found)
