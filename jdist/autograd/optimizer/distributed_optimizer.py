@@ -205,12 +205,8 @@ class DistributedOptimizer:
         _ask_all(owned_optimizer.WRITE, bodies, timeout, complaint)
 
     def _norm(self, context_id: int, max_norm: float, timeout: float) -> jax.Array:
-        check_number(
-            f"{_CALL}.step(max_norm=...)",
-            max_norm,
-            "must be at least 0",
-            lambda norm: norm >= 0,
-        )
+        rule = "must be at least 0"
+        check_number(f"{_CALL}.step(max_norm=...)", max_norm, rule, lambda n: n >= 0)
         self._refuse_unequal_norms()
         complaint = "Error running optimizer, in the norm of the gradients."
         answers = self._ask(owned_optimizer.SQUARES, complaint, timeout, (context_id,))

@@ -37,7 +37,6 @@ from jdist.optim.internal import computed_in, square
 from jdist.rpc import Parameter, ProtocolError, RpcTimeout, RRef, WorkerInfo
 from jdist.rpc.extension import Agent, current
 
-Gradients = Mapping[Variable, Any]
 T = TypeVar("T")
 
 
@@ -78,8 +77,9 @@ class OwnedOptimizer:
 
         self._alone(act)
 
-    def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
+    def squares(self, context_id: int) -> dict[int, list[np.ndarray]]:
         """Returns each variable's sums of squares, one per leaf of its gradient."""
+        gradients = _gradients(context_id)
         return {
             position: [
                 np.asarray(_square(leaf))
@@ -88,13 +88,11 @@ class OwnedOptimizer:
             for position, variable in zip(self._positions, self._variables, strict=True)
         }
 
-    def step(
-        self, gradients: Gradients, factor: Any, overrides: Mapping[str, Any]
-    ) -> None:
+    def step(self, context_id: int, factor: Any, overrides: Mapping[str, Any]) -> None:
         """Makes one step; parameters without a gradient keep value, state and count.
 
         Args:
-          gradients: A context's gradients on this owner.
+          context_id: Id of the context whose gradients here are taken.
           factor: A number by which they are multiplied, or None.
           overrides: Hyperparameters for this step.
 
@@ -102,6 +100,7 @@ class OwnedOptimizer:
           RpcTimeout: The caller gave up before this step had the locks.
           Exception: What the optimizer raised. Nothing has changed then.
         """
+        gradients = _gradients(context_id)
         reached = [gradients.get(variable) for variable in self._variables]
         # Nothing would move, and the locks of others' steps are not waited for.
         if not jax.tree.leaves(reached):
@@ -115,7 +114,7 @@ class OwnedOptimizer:
             if self.has_masters:
                 self._check_copies(values)
             grads = [
-                _nothing(value) if grad is None else grad
+                jax.tree.map(lambda _: None, value) if grad is None else grad
                 for value, grad in zip(values, reached, strict=True)
             ]
             # One program can have arrays of one set of devices only.
@@ -136,17 +135,12 @@ class OwnedOptimizer:
     def read(self) -> dict[str, np.ndarray]:
         """Returns all numbers of the parameters and the state, by path."""
         # Under the locks: a step in between would mix old parameters with new state.
-        tree = self._alone(self._tree)
-        leaves = _leaves(tree).items()
+        leaves = _leaves(self._alone(self._tree)).items()
         return {path: np.asarray(words(jnp.asarray(leaf))) for path, leaf in leaves}
 
     def describe(self) -> dict[str, str]:
         """Returns the dtypes and shapes of the same numbers, by path."""
-        tree = self._alone(self._tree)
-        return {
-            path: described(words(jnp.asarray(leaf)))
-            for path, leaf in _leaves(tree).items()
-        }
+        return _kinds(_leaves(self._alone(self._tree)))
 
     def write(self, numbers: Mapping[str, np.ndarray]) -> None:
         """Sets all numbers, each placed like the array that it replaces.
@@ -158,9 +152,8 @@ class OwnedOptimizer:
         def act() -> None:
             _refuse_if_given_up()
             leaves = _leaves(self._tree())
-            here = {p: described(words(jnp.asarray(x))) for p, x in leaves.items()}
             # Under the locks, and before the first value is set.
-            check_same({p: described(x) for p, x in numbers.items()}, here)
+            check_same({p: described(x) for p, x in numbers.items()}, _kinds(leaves))
             structure: Any = jax.tree.structure(self._tree())
             tree = structure.unflatten(
                 [_refilled(numbers[path], leaf) for path, leaf in leaves.items()]
@@ -219,10 +212,6 @@ def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") 
 _square = jax.jit(square)
 
 
-def _nothing(value: PyTree) -> Any:
-    return jax.tree.map(lambda leaf: None, value)
-
-
 def _places(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
     """Returns the sets of devices to which arrays among these are committed."""
     # A compiled program takes arrays that are committed to one set of devices only.
@@ -245,6 +234,11 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
     return named_leaves(tree, is_leaf=None)
 
 
+def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the dtypes and shapes of leaves as they travel."""
+    return {p: described(words(jnp.asarray(x))) for p, x in leaves.items()}
+
+
 def _refilled(numbers: np.ndarray, leaf: PyTree) -> jax.Array:
     before = jnp.asarray(leaf)
     return placed_as(unworded(jnp.asarray(numbers), before), before)
@@ -264,8 +258,8 @@ def install(agent: Agent) -> None:
     agent.register(CREATE, _create)
     operations: dict[str, Callable[..., Any]] = {
         BEGIN: OwnedOptimizer.begin,
-        SQUARES: _squares,
-        STEP: _step,
+        SQUARES: OwnedOptimizer.squares,
+        STEP: OwnedOptimizer.step,
         READ: OwnedOptimizer.read,
         DESCRIBE: OwnedOptimizer.describe,
         WRITE: OwnedOptimizer.write,
@@ -294,20 +288,7 @@ _Creation = tuple[
 """A constructor with its arguments, and references to variables by position."""
 
 
-def _squares(owned: OwnedOptimizer, context_id: int) -> object:
-    return owned.squares(_gradients(context_id))
-
-
-def _step(
-    owned: OwnedOptimizer,
-    context_id: int,
-    factor: object,
-    overrides: Mapping[str, Any],
-) -> None:
-    owned.step(_gradients(context_id), factor, overrides)
-
-
-def _gradients(context_id: int) -> Gradients:
+def _gradients(context_id: int) -> dict[Variable, PyTree]:
     """Returns a context's gradients on this worker; empty if it took no part."""
     context = here().find(context_id)
     if context is None:

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from jdist import autograd, optim, rpc
+from jdist.autograd.contexts import here
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from jdist.autograd.optimizer.owned_optimizer import OwnedOptimizer
 from jdist.rpc.base import current
@@ -180,6 +181,8 @@ def test_a_step_whose_caller_is_gone():
         owned = OwnedOptimizer(
             compiled_optimizer(optim.sgd, (), {"lr": 1.0}), {0: variable}
         )
+        context = here().new()
+        context.accumulate({variable: cases.numbers(2)})
         scope = current.scope.get()
         agent = scope.agent
         execution = Execution(agent.info, "optimizer.step", NEVER, None, agent.pool)
@@ -189,7 +192,7 @@ def test_a_step_whose_caller_is_gone():
             with pytest.raises(
                 rpc.RpcTimeout, match="Nothing was changed: 'worker7' is gone"
             ):
-                owned.step({variable: cases.numbers(2)}, None, {})
+                owned.step(context.id, None, {})
             with pytest.raises(rpc.RpcTimeout, match="Nothing was changed"):
                 owned.write(owned.read())
         finally:
