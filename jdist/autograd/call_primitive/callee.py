@@ -175,7 +175,9 @@ def perform(
     _say(agent, program.function)
     # Functions that it calls remotely are called as this worker: hence the name.
     arguments = tuple(
-        _on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)
+        # NumPy arrays come from jitted calls.
+        x if isinstance(x, jax.Array) else placed(x, agent.device, i in program.weak)
+        for i, x in enumerate(leaves)
     )
     with use_abstract_mesh(_NO_MESH):
         case = agent.info.name, program.structure, operations, signature_of(arguments)
@@ -222,11 +224,6 @@ def _compiled(
     found = jax.jit(lambda *leaves: evaluate(closed, leaves))
     key = identity_of(closed)
     return _Compiled(contents, VERSIONS.get(CACHE.user, contents, case, key, found))
-
-
-def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
-    """Places an array on the worker's device; NumPy arrays come from jitted calls."""
-    return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
 
 
 def _programs(agent: Agent) -> ServedFunctions:

@@ -127,18 +127,15 @@ class RemoteFunctions:
             results = once()
         except UnknownFunction:
             # The callee has forgotten the number, or is a successor: describe it again.
-            self._forget(target)
+            self._known.pop(target)
             results = once()
         # JAX has compiled for these kinds, and would read other buffers as if they
         # were.
         found = [(x.shape, x.dtype) for x in results]
         if found != [(kind.shape, kind.dtype) for kind in expected]:
-            self._forget(target)
+            self._known.pop(target)
             raise ValueError(_changed(target, operations, expected, results))
         return results
-
-    def _forget(self, target: Target) -> None:
-        self._known.pop(target)
 
     def _exchange(
         self, target: Target, what: Callable[..., PyTree], args: tuple[PyTree, ...]

@@ -170,12 +170,6 @@ def _run(
         return caller.call(target, operations, given, results, host=False)
 
 
-def _kinds_and_effect(
-    *_: object, results: Kinds, **__: object
-) -> tuple[list[ShapedArray], set[Any]]:
-    return _abstract(results), {EFFECT}
-
-
 def _abstract(kinds: Kinds) -> list[ShapedArray]:
     return [ShapedArray(k.shape, k.dtype, weak_type=k.weak) for k in kinds]
 
@@ -206,7 +200,9 @@ def _lower(stage: Any) -> Any:
 
 
 call_p.def_impl(_run)
-call_p.def_effectful_abstract_eval(_kinds_and_effect)
+call_p.def_effectful_abstract_eval(
+    lambda *_, results, **__: (_abstract(results), {EFFECT})
+)
 mlir.register_lowering(call_p, _lower(callback.staged_elsewhere))
 mlir.register_lowering(call_p, _lower(callback.staged_on_cpu), platform="cpu")
 
