@@ -16,31 +16,24 @@ import jdist.verify.defects as defects
 from jdist._agreement import PeersLost
 from jdist.verify.comparison import compare
 from jdist.verify.draws import keyed
-from jdist.verify.fuzzing import (
-    FuzzReport,
-    Verdict,
-    WrongLayout,
-    covering_array,
-    fuzz,
-)
+from jdist.verify.fuzzing.coverage import covering_array
+from jdist.verify.fuzzing.layout_search import fuzz
+from jdist.verify.fuzzing.report import FuzzReport, WrongLayout
+from jdist.verify.fuzzing.verdict import Verdict
 from jdist.verify.gradient_check import gradients, gradients_judge
 from jdist.verify.mutation_score import Score, score
 from jdist.verify.parts import in_parts
 from jdist.verify.problem import Problem
 from jdist.verify.report import LeafReport, Report
-from jdist.verify.steps import Trained, drift, step, step_judge
-from jdist.verify.tracing import (
-    Difference,
-    TapRecording,
-    Trace,
-    masks,
-    replay,
-    shown,
-    tap,
-    tapped,
-    trace,
-    trace_judge,
-)
+from jdist.verify.steps.rounding_drift import drift
+from jdist.verify.steps.step_check import Trained, step, step_judge
+from jdist.verify.tracing.fault_localization import trace, trace_judge
+from jdist.verify.tracing.mask_policy import masks
+from jdist.verify.tracing.module_taps import tapped
+from jdist.verify.tracing.recording import TapRecording, replay
+from jdist.verify.tracing.report import Difference, Trace
+from jdist.verify.tracing.taps import tap
+from jdist.verify.tracing.torch_taps import shown
 
 __all__ = [
     "Difference",

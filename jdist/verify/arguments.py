@@ -23,7 +23,7 @@ from jdist._tree import (
 )
 from jdist.verify.draws import check_loss
 from jdist.verify.oracle import REDUCERS, LossFn
-from jdist.verify.processes import as_the_caller, brought
+from jdist.verify.processes.one_device import as_the_caller, brought
 
 
 def check_options(call: str, reduction: str, accumulation: DTypeLike | None) -> None:

@@ -14,7 +14,9 @@ from jax.typing import ArrayLike
 from jdist._tree import PyTree
 from jdist.verify.bound import Limit, in_double
 from jdist.verify.draws import draws_nothing, draws_of_its_own, split_dependent
-from jdist.verify.processes import Peers, as_the_caller, held
+from jdist.verify.processes.one_device import as_the_caller
+from jdist.verify.processes.peers import Peers
+from jdist.verify.processes.shards import held
 
 OWN_DRAWS = (
     "it draws random numbers and the loss draws none. Switch them off, or judge it by "

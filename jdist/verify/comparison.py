@@ -18,21 +18,17 @@ from jax.typing import ArrayLike
 from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
 from jdist.verify.bound import BLIND, Limit, blocks_of, bound, in_double
-from jdist.verify.explanations import diagnose
-from jdist.verify.processes import (
-    TIMEOUT,
+from jdist.verify.explanations.diagnosis import diagnose
+from jdist.verify.processes.finding import (
     Finding,
-    HeldArray,
-    Peers,
     Products,
-    Shard,
-    held,
-    joined,
     merged,
     record,
     restored,
     worst_of,
 )
+from jdist.verify.processes.peers import TIMEOUT, Peers, joined
+from jdist.verify.processes.shards import HeldArray, Shard, held
 from jdist.verify.report import LeafReport, Report, looseness
 
 Named = str | tuple[str, tuple[int, ...]]

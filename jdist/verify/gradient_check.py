@@ -25,17 +25,11 @@ from jdist.verify.bound import (
 )
 from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Describe, Named, compare_leaves, renamed
-from jdist.verify.explanations import uses_counted
+from jdist.verify.explanations.uses import uses_counted
 from jdist.verify.measure import Measured, ReducedLoss, trim
 from jdist.verify.oracle import LossFn, gradient_of_sum
-from jdist.verify.processes import (
-    TIMEOUT,
-    Peers,
-    as_the_caller,
-    brought,
-    joined,
-    on_one_device,
-)
+from jdist.verify.processes.one_device import as_the_caller, brought, on_one_device
+from jdist.verify.processes.peers import TIMEOUT, Peers, joined
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
 
 LOSS = "(loss)"

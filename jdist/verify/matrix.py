@@ -34,7 +34,7 @@ from jdist._errors import JdistError, Unavailable
 from jdist.verify.gradient_check import Reference
 from jdist.verify.measure import LossPrograms, ReducedLoss
 from jdist.verify.problem import Problem, standard, with_rules
-from jdist.verify.processes import TIMEOUT, joined
+from jdist.verify.processes.peers import TIMEOUT, joined
 from jdist.verify.report import Report
 
 GROUP = "jdist.verify"

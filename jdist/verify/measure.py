@@ -57,28 +57,32 @@ from jdist.verify.bound import (
     unit_roundoff,
     wide_of,
 )
-from jdist.verify.evaluation import (
+from jdist.verify.evaluation.decisions import (
+    NATURAL,
+    Changes,
+    Choice,
+    OtherChoices,
+    chosen,
+)
+from jdist.verify.evaluation.lockstep import (
+    PrecisionPair,
+    RoundedSideNeeded,
+    paired,
+    summed,
+)
+from jdist.verify.evaluation.piecewise import (
     BOTH,
     EXACT,
     LARGE,
-    NATURAL,
     Abandoned,
-    Changes,
-    Choice,
     Form,
-    OtherChoices,
     Pieces,
     PiecesOf,
-    PrecisionPair,
     Recording,
-    RoundedSideNeeded,
-    chosen,
     drawn_form,
-    paired,
-    rounding_note,
     rounds_as_drawn,
-    summed,
 )
+from jdist.verify.evaluation.products import rounding_note
 from jdist.verify.oracle import (
     Exact,
     LossFn,

@@ -32,14 +32,8 @@ from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, in_double
-from jdist.verify.evaluation import (
-    EXACT,
-    Pieces,
-    PiecesOf,
-    Recording,
-    Value,
-    paired,
-)
+from jdist.verify.evaluation.lockstep import Value, paired
+from jdist.verify.evaluation.piecewise import EXACT, Pieces, PiecesOf, Recording
 from jdist.verify.progress import progress
 from jdist.verify.report import OracleCheck
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdist import verify
 from jdist.verify.__main__ import main
-from jdist.verify.processes import held
+from jdist.verify.processes.shards import held
 
 STACK = contextlib.ExitStack()
 

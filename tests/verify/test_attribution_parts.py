@@ -11,7 +11,7 @@ import pytest
 
 from jdist._tree import named_leaves
 from jdist.verify.bound import EXTRA, Limit, confidence
-from jdist.verify.evaluation import Pieces
+from jdist.verify.evaluation.piecewise import Pieces
 from jdist.verify.report import Attribution, LeafReport
 from jdist.verify.steps.attribution import (
     COMPOSE,

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jdist import VerificationError, verify
 from jdist.verify.bound import Limit, bound
 from jdist.verify.comparison import _described, _Judged, compare_leaves, ulp_distance
-from jdist.verify.processes import HeldArray, Shard
+from jdist.verify.processes.shards import HeldArray, Shard
 
 
 @pytest.fixture(params=[np.float32, np.float64])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import verify
-from jdist.verify.processes import as_the_caller, brought, on_one_device
+from jdist.verify.processes.one_device import as_the_caller, brought, on_one_device
 
 P = PartitionSpec
 EXAMPLES, INPUTS, OUTPUTS = 8, 5, 6

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from jdist.verify.processes import (
+from jdist.verify.processes.finding import (
     Finding,
     Products,
     merged,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist.verify.bound import wide_of
-from jdist.verify.evaluation import BOTH, Pieces
+from jdist.verify.evaluation.piecewise import BOTH, Pieces
 
 
 def both(fn, *inputs, amplitude=None, seed=1, accumulation=None):

@@ -15,8 +15,8 @@ import pytest
 from jdist import _agreement
 from jdist._agreement import RecordExchange
 from jdist.verify import PeersLost
-from jdist.verify.processes import Peers, joined, peers
-from jdist.verify.processes.peers import ADVICE
+from jdist.verify.processes import peers
+from jdist.verify.processes.peers import ADVICE, Peers, joined
 
 
 class Store:

@@ -8,12 +8,11 @@ import pytest
 from jdist import verify
 from jdist._compat import double_precision
 from jdist.verify import tap
-from jdist.verify.evaluation import (
+from jdist.verify.evaluation.lockstep import PrecisionPair, RoundedSideNeeded
+from jdist.verify.evaluation.piecewise import (
     BOTH,
     EXACT,
     Pieces,
-    PrecisionPair,
-    RoundedSideNeeded,
     drawn_form,
     rounds_as_drawn,
 )

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jdist.verify.evaluation import BOTH, Pieces
 from jdist.verify.evaluation.lockstep import _EXACT
+from jdist.verify.evaluation.piecewise import BOTH, Pieces
 
 SIZE = 12
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdist import verify
-from jdist.verify.processes import held
+from jdist.verify.processes.shards import held
 from tests.data_parallel import group_runs
 from tests.rpc.hosts import Hosts
 from tests.verify import process_runs as runs

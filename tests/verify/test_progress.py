@@ -10,7 +10,7 @@ import pytest
 
 from jdist import verify
 from jdist.verify import measure, progress
-from jdist.verify.evaluation import Pieces
+from jdist.verify.evaluation.piecewise import Pieces
 from jdist.verify.oracle import FEW
 from jdist.verify.steps.trajectory import FOLLOWED
 from tests.rpc.sockets import wait_until

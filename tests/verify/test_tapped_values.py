@@ -15,8 +15,7 @@ from jdist import optim, verify
 from jdist.verify import tap
 from jdist.verify.bound import Limit
 from jdist.verify.steps.tapped_values import shown_values
-from jdist.verify.tracing import TapRecord
-from jdist.verify.tracing.recording import MeshAxis
+from jdist.verify.tracing.recording import MeshAxis, TapRecord
 
 EXAMPLES = 12
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jdist._tree import PyTree, named_leaves
-from jdist.verify.evaluation import bind, called
+from jdist.verify.evaluation.lockstep import bind, called
 
 MOST = 8
 """Maximum number of uses to tell apart: each costs a gradient of the parameter's

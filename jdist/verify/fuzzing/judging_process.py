@@ -23,8 +23,8 @@ from jdist import _compilation_cache
 from jdist._errors import value_error
 from jdist.verify.fuzzing.layout_judge import FaultyProblem, LayoutJudge
 from jdist.verify.fuzzing.verdict import Verdict
-from jdist.verify.processes import TIMEOUT
-from jdist.verify.tracing import Trace
+from jdist.verify.processes.peers import TIMEOUT
+from jdist.verify.tracing.report import Trace
 
 SETTINGS = (
     "jax_num_cpu_devices", "jax_platforms", "jax_enable_x64",

@@ -13,10 +13,12 @@ from jdist.verify.fuzzing.layout_grid import Layout, named
 from jdist.verify.fuzzing.verdict import Verdict, of_report
 from jdist.verify.gradient_check import Reference
 from jdist.verify.measure import ReducedLoss
-from jdist.verify.processes import TIMEOUT, joined, on_one_device
+from jdist.verify.processes.one_device import on_one_device
+from jdist.verify.processes.peers import TIMEOUT, joined
 from jdist.verify.report import Report
-from jdist.verify.steps import step_judge
-from jdist.verify.tracing import Trace, trace
+from jdist.verify.steps.step_check import step_judge
+from jdist.verify.tracing.fault_localization import trace
+from jdist.verify.tracing.report import Trace
 
 STEPS = 2
 """Steps of a trainer with an optimizer: stale parameters show in the second."""

@@ -15,7 +15,7 @@ from jdist._errors import VerificationError
 from jdist.verify.fuzzing.layout_grid import named
 from jdist.verify.fuzzing.verdict import Reason, Verdict
 from jdist.verify.report import as_text
-from jdist.verify.tracing import Trace
+from jdist.verify.tracing.report import Trace
 
 COLUMNS = ("right", "fails", "not judged", "refused")
 SHOWN = 10

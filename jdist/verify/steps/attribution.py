@@ -20,8 +20,9 @@ from jax.typing import ArrayLike
 from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
-from jdist.verify.evaluation import BOTH, PrecisionPair, Value
-from jdist.verify.explanations import diagnose, nearest_factor
+from jdist.verify.evaluation.lockstep import PrecisionPair, Value
+from jdist.verify.evaluation.piecewise import BOTH
+from jdist.verify.explanations.diagnosis import diagnose, nearest_factor
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts
 from jdist.verify.steps.tapped_values import VALUES

@@ -26,15 +26,10 @@ from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
-from jdist.verify.evaluation import (
-    DRAWN,
-    Choice,
-    Pieces,
-    PiecesOf,
-    Value,
-    paired,
-    rounding_note,
-)
+from jdist.verify.evaluation.decisions import Choice
+from jdist.verify.evaluation.lockstep import Value, paired
+from jdist.verify.evaluation.piecewise import DRAWN, Pieces, PiecesOf
+from jdist.verify.evaluation.products import rounding_note
 from jdist.verify.measure import choices_in, magnified
 from jdist.verify.steps.trajectory import (
     FOLLOWED,

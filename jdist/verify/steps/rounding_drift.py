@@ -46,9 +46,11 @@ from jdist.verify.bound import (
     unit_roundoff,
 )
 from jdist.verify.comparison import compare_leaves
-from jdist.verify.evaluation import Choice, Pieces, paired
+from jdist.verify.evaluation.decisions import Choice
+from jdist.verify.evaluation.lockstep import paired
+from jdist.verify.evaluation.piecewise import Pieces
 from jdist.verify.measure import Choices, choices_in, magnified
-from jdist.verify.processes import brought, on_one_device
+from jdist.verify.processes.one_device import brought, on_one_device
 from jdist.verify.report import LeafReport, Report
 from jdist.verify.steps.trajectory import changed, named, on_host, run_together
 

@@ -30,15 +30,9 @@ from jdist.verify.comparison import compare_leaves, described_shard
 from jdist.verify.draws import check_loss
 from jdist.verify.gradient_check import agreed
 from jdist.verify.oracle import gradient_of_sum
-from jdist.verify.processes import (
-    TIMEOUT,
-    Peers,
-    Shard,
-    as_the_caller,
-    brought,
-    joined,
-    on_one_device,
-)
+from jdist.verify.processes.one_device import as_the_caller, brought, on_one_device
+from jdist.verify.processes.peers import TIMEOUT, Peers, joined
+from jdist.verify.processes.shards import Shard
 from jdist.verify.report import Attribution, LeafReport, Report
 from jdist.verify.steps.attribution import (
     STALE,
@@ -50,7 +44,7 @@ from jdist.verify.steps.attribution import (
 from jdist.verify.steps.reference_step import ReferenceStep, named_state
 from jdist.verify.steps.tapped_values import VALUES, shown_values
 from jdist.verify.steps.trajectory import Moment, Training, trajectory
-from jdist.verify.tracing import TapRecord, TapRecording
+from jdist.verify.tracing.recording import TapRecord, TapRecording
 
 
 class Trained(NamedTuple):

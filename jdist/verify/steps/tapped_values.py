@@ -19,8 +19,8 @@ from jdist._compat import equations_in
 from jdist._errors import quoted, requirement
 from jdist._tree import is_inexact
 from jdist.verify.bound import Limit, in_double
-from jdist.verify.evaluation import Position, PrecisionPair
-from jdist.verify.tracing import TapRecord, TapRecording
+from jdist.verify.evaluation.lockstep import Position, PrecisionPair
+from jdist.verify.tracing.recording import TapRecord, TapRecording
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import in_program_order
 

@@ -33,24 +33,22 @@ from jdist._compat import double_precision
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
-from jdist.verify.evaluation import (
+from jdist.verify.evaluation.decisions import Choice
+from jdist.verify.evaluation.lockstep import PrecisionPair, Value, paired
+from jdist.verify.evaluation.piecewise import (
     DRAWN,
     EXACT,
-    Choice,
     Form,
     Pieces,
     PiecesOf,
-    PrecisionPair,
     Recording,
-    Value,
-    paired,
-    rounding_note,
 )
+from jdist.verify.evaluation.products import rounding_note
 from jdist.verify.measure import Choices, Counted, Measured, ReducedLoss, choices_in
 from jdist.verify.oracle import reduced
 from jdist.verify.progress import progress
 from jdist.verify.steps.tapped_values import SeenValues, value_path
-from jdist.verify.tracing import TapRecording
+from jdist.verify.tracing.recording import TapRecording
 
 # How many other right trainers are followed.
 FOLLOWED = 16

@@ -14,28 +14,4 @@
 - `fault_localization`: `trace` and `trace_judge`, which combine them.
 """
 
-from jdist.verify.tracing.fault_localization import trace, trace_judge
-from jdist.verify.tracing.mask_policy import masks
-from jdist.verify.tracing.module_taps import tapped
-from jdist.verify.tracing.recording import TapRecord, TapRecording, replay
-from jdist.verify.tracing.report import Difference, Trace
-from jdist.verify.tracing.taps import tap
-from jdist.verify.tracing.torch_taps import shown
-
-__all__ = [
-    "Difference",
-    "TapRecord",
-    "TapRecording",
-    "Trace",
-    "masks",
-    "replay",
-    "shown",
-    "tap",
-    "tapped",
-    "trace",
-    "trace_judge",
-]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__: list[str] = []

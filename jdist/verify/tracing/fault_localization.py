@@ -17,11 +17,12 @@ from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, named_leaves
 from jdist.verify.arguments import check_options, check_problem
 from jdist.verify.candidates import copied
-from jdist.verify.explanations import uses_counted
+from jdist.verify.explanations.uses import uses_counted
 from jdist.verify.gradient_check import LOSS, Candidate, Reference
 from jdist.verify.measure import Counted, ReducedLoss
 from jdist.verify.oracle import LossFn
-from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_device
+from jdist.verify.processes.one_device import brought, on_one_device
+from jdist.verify.processes.peers import TIMEOUT, Peers, joined
 from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecord, TapRecording
 from jdist.verify.tracing.reference import TracedReference, traced

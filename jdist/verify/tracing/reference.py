@@ -29,16 +29,9 @@ from jax.typing import DTypeLike
 from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, is_inexact
 from jdist.verify.bound import BLIND, Sums, accumulated, measured_bound
-from jdist.verify.evaluation import (
-    BOTH,
-    EXACT,
-    Pieces,
-    Position,
-    PrecisionPair,
-    Recording,
-    drawn_form,
-    errors,
-)
+from jdist.verify.evaluation.decisions import errors
+from jdist.verify.evaluation.lockstep import Position, PrecisionPair
+from jdist.verify.evaluation.piecewise import BOTH, EXACT, Pieces, Recording, drawn_form
 from jdist.verify.measure import Counted, magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
 from jdist.verify.progress import progress

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist.verify.explanations import likeness
-from jdist.verify.processes import TIMEOUT, Peers
+from jdist.verify.explanations.diagnosis import likeness
+from jdist.verify.processes.peers import TIMEOUT, Peers
 from jdist.verify.tracing.alignment import NONE, Aligned, align, units, within
 from jdist.verify.tracing.layout import Layout, finite_part
 from jdist.verify.tracing.mesh_parts import ValuePart, declared, divisions, part_of
