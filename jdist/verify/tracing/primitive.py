@@ -34,6 +34,9 @@ The arrays are the value, or the cotangent and the value, then the coordinates i
 are any; `axes` is how many of their leading axes are those of `vmap`.
 """
 
+Deliver = Callable[[Sequence[np.ndarray]], None]
+"""A receiver that has a tap's name and axes."""
+
 tap_p = Primitive("tap")
 # A primitive of its own, because only a linear one can be transposed.
 tangent_p = Primitive("tap_tangent")
@@ -54,33 +57,27 @@ def _first(x: ShapedArray, *_: object, **__: object) -> ShapedArray:
 # --- without a transformation, and compiled ---
 
 
-def _run(
-    *arrays: jax.Array, name: str, receive: Receiver, axes: int, kept: int
-) -> jax.Array:
-    del kept
-    receive(name, axes, [np.array(x) for x in arrays])
+def _run(*arrays: jax.Array, **params: Any) -> jax.Array:
+    _delivery(**params)([np.array(x) for x in arrays])
     return arrays[0]
 
 
+def _delivery(*, name: str, receive: Receiver, axes: int, **_: object) -> Deliver:
+    return partial(receive, name, axes)
+
+
 def _staged_on_cpu(
-    *arrays: jax.Array,
-    name: str,
-    receive: Receiver,
-    axes: int,
-    kept: int,
-    partitioned: bool,
+    deliver: Deliver, partitioned: bool, *arrays: jax.Array
 ) -> jax.Array:
-    del kept
     dtypes = [x.dtype for x in arrays]
 
-    def run(context: object, buffers: Sequence[np.ndarray], *inputs: ArrayLike) -> None:
-        del context
+    def run(_: object, buffers: Sequence[np.ndarray], *inputs: ArrayLike) -> None:
         # Copied, because XLA reuses this memory after the callback has returned.
         views = zip(map(np.asarray, inputs), dtypes, strict=True)
         own = [x.astype(d, copy=True) for x, d in views]
         for buffer in buffers:
             np.asarray(buffer)[...] = own[0]
-        receive(name, axes, own)
+        deliver(own)
 
     # Not `io_callback`: it puts its inputs on a device, which may need the very thread
     # that the callback runs on.
@@ -93,18 +90,9 @@ def _staged_on_cpu(
     return buffer_callback(run, shapes)(*arrays)[0]
 
 
-def _staged_elsewhere(
-    *arrays: jax.Array,
-    name: str,
-    receive: Receiver,
-    axes: int,
-    kept: int,
-    partitioned: bool,
-) -> jax.Array:
-    del partitioned, kept
-
+def _staged_elsewhere(deliver: Deliver, _: bool, *arrays: jax.Array) -> jax.Array:
     def run(*inputs: ArrayLike) -> None:
-        receive(name, axes, [np.array(x) for x in inputs])
+        deliver([np.array(x) for x in inputs])
 
     io_callback(run, None, *arrays)
     return arrays[0]
@@ -112,9 +100,9 @@ def _staged_elsewhere(
 
 def _lower(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
     def lower(
-        context: mlir.LoweringRuleContext, *values: object, **params: object
+        context: mlir.LoweringRuleContext, *values: object, **params: Any
     ) -> object:
-        own = partial(stage, partitioned=is_partitioned(context), **params)
+        own = partial(stage, _delivery(**params), is_partitioned(context))
         staged = mlir.lower_fun(own, multiple_results=False)
         return staged(context, *values)
 
