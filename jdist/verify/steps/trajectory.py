@@ -182,18 +182,6 @@ class Moment(NamedTuple):
     otherwise: OtherSteps | None = None
 
 
-class _Taken(NamedTuple):
-    """The start of one of the reference's steps."""
-
-    state: tuple[PyTree, PyTree, PyTree]
-    gradient: PyTree
-    batch: tuple[PyTree, Any]
-    limits: list[Limit]
-    """The limit of each floating leaf of the gradient."""
-    change: list[Any]
-    """How other choices change it."""
-
-
 class _Begin(NamedTuple):
     """Where one of the reference's steps begins.
 
@@ -211,6 +199,26 @@ class _Begin(NamedTuple):
     others: list[np.ndarray]
     number: int = 0
     earlier: PyTree = None
+
+
+class _Taken(NamedTuple):
+    """One of the reference's steps, which other trainers take too.
+
+    Attributes:
+      begin: Where it begins.
+      gradient: Its gradient.
+      batch: Its batch, and the weights.
+      limits: The limit of each floating leaf of the gradient.
+      change: How other choices change it.
+      tapped: Whether the update has taps.
+    """
+
+    begin: _Begin
+    gradient: PyTree
+    batch: tuple[PyTree, Any]
+    limits: list[Limit]
+    change: list[Any]
+    tapped: bool
 
 
 def named(params: PyTree, opt_state: PyTree, states: PyTree) -> dict[str, Any]:
@@ -254,7 +262,6 @@ def trajectory(
         results = gradient, params, opt_state, new
         (gradient, *_, new), _ = changed(results, (), change)
         by_choice = [change.get(n, 0.0) for n in range(len(known))]
-        taken = _Taken(begin.state, gradient, (batch, own), known, by_choice)
         traced = partial(gradient_of.trace, params, batch, own, states)
         update = _traced_update(updated, params, gradient, opt_state)
         if seen is None:
@@ -262,8 +269,9 @@ def trajectory(
         differentiate = traced().jaxpr
         before = [wide[0] for wide in others]
         pieces = pieces_of(differentiate), pieces_of(update, seen.observe)
-        options = training.stateful, bool(seen.names), t
-        others, slopes, sizes = _moved(pieces, taken, others, *options)
+        of_batch = gradient, (batch, own), known, by_choice
+        taken = _Taken(begin, *of_batch, bool(seen.names))
+        others, slopes, sizes = _moved(*pieces, taken)
         after = (*updated(params, gradient, opt_state), new)
         wanted = on_host(named(*after))
         limits, moves = limits_of(wanted, others, (origin, before), sizes, t + 1)
@@ -462,41 +470,32 @@ def stacked(found: Iterable[Sequence[PrecisionPair]]) -> list[np.ndarray]:
 
 
 def _moved(
-    pieces: tuple[Pieces, Pieces],
-    taken: _Taken,
-    others: list[np.ndarray],
-    stateful: bool,
-    tapped: bool,
-    step: int,
+    differentiate: Pieces, update: Pieces, taken: _Taken
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Takes one step of each trainer; returns states, gradients and sizes."""
-    differentiate, update = pieces
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        slopes, states = _differentiated(differentiate, taken, others, step, stateful)
-        moved, sizes = _updated(update, taken, others, slopes, step, tapped)
+        slopes, states = _differentiated(differentiate, taken)
+        moved, sizes = _updated(update, taken, slopes)
     return [*moved, *states], slopes, [*sizes, *[np.zeros(())] * len(states)]
 
 
 def _differentiated(
-    pieces: Pieces,
-    taken: _Taken,
-    others: list[np.ndarray],
-    step: int,
-    stateful: bool,
+    pieces: Pieces, taken: _Taken
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Each trainer's gradient, and the model's new state."""
-    leaves = jax.tree.leaves(taken.state)
-    params, opt_state, _ = (len(jax.tree.leaves(x)) for x in taken.state)
+    begin = taken.begin
+    leaves = jax.tree.leaves(begin.state)
+    params, opt_state, states = (len(jax.tree.leaves(x)) for x in begin.state)
     count = len(jax.tree.leaves(taken.gradient))
 
     def given(number: int) -> list[Value]:
-        state = paired(leaves, (x[number] for x in others))
+        state = paired(leaves, (x[number] for x in begin.others))
         batch = jax.tree.leaves(taken.batch)
         return [*state[:params], *batch, *state[params + opt_state :]]
 
     # The reference's own order of leaves: the loss, the gradient, the new state.
     # The gradient's own rounding is in the bound by which it is moved.
-    runs = 1 if step == 0 else FOLLOWED + 1  # All start at the same parameters.
+    runs = FOLLOWED + 1 if begin.number else 1  # All start at the same parameters.
     with progress("following other trainers", 0 if pieces.tiny else runs) as advance:
 
         def gradient_in(found: list[PrecisionPair]) -> list[PrecisionPair]:
@@ -506,31 +505,26 @@ def _differentiated(
         exact = islice(each_run(pieces, given, EXACT, 0.0, 0), runs)
         own = stacked(map(gradient_in, exact))
     slopes = [np.broadcast_to(x, (FOLLOWED + 1, *x.shape[1:])) for x in own]
-    if not stateful:
+    if not states:
         return slopes, []
     # No sum over examples: perturbed by the rounding of the whole loss.
-    rounding = each_run(pieces, given, DRAWN, _moving(taken), _seed(step))
+    rounding = each_run(pieces, given, DRAWN, _moving(taken), _seed(taken))
     return slopes, stacked(x[count + 1 :] for x in rounding)
 
 
 def _updated(
-    pieces: Pieces,
-    taken: _Taken,
-    others: list[np.ndarray],
-    slopes: list[np.ndarray],
-    step: int,
-    tapped: bool,
+    pieces: Pieces, taken: _Taken, slopes: list[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Each trainer's parameters and optimizer state, and the sizes of their steps."""
-    own = jax.tree.leaves(taken.state[:2])
-    count = len(jax.tree.leaves(taken.state[0]))
+    params, opt_state, _ = taken.begin.state
+    own, count = jax.tree.leaves((params, opt_state)), len(jax.tree.leaves(params))
     numbers = np.arange(FOLLOWED + 1)
     # With size 0, so that sizes of results are those of the steps alone.
-    kept = list(map(unsized, paired(own, others)))
-    gradient = _shifted(taken, slopes, step, tapped)
+    kept = list(map(unsized, paired(own, taken.begin.others)))
+    gradient = _shifted(taken, slopes)
     given = [*kept[:count], *gradient, *kept[count:]]
     amplitude = np.where(numbers == 0, 0.0, _moving(taken))
-    return run_together(pieces, given, amplitude, _seed(step) + numbers)
+    return run_together(pieces, given, amplitude, _seed(taken) + numbers)
 
 
 def run_together(
@@ -560,27 +554,25 @@ def _moving(taken: _Taken) -> float:
     return confidence(sum(x.size for x in jax.tree.leaves(taken.gradient)))
 
 
-def _seed(step: int) -> int:
+def _seed(taken: _Taken) -> int:
     """One seed for each followed trainer and step."""
-    return step * (FOLLOWED + 1)
+    return taken.begin.number * (FOLLOWED + 1)
 
 
-def _shifted(
-    taken: _Taken, slopes: list[np.ndarray], step: int, together: bool
-) -> list[PrecisionPair]:
+def _shifted(taken: _Taken, slopes: list[np.ndarray]) -> list[PrecisionPair]:
     """The gradients, in which each entry is moved up or down by its bound.
 
-    Trainers 1 and 2 move all entries outwards or inwards if `together`: values of the
-    whole gradient, as its norm, differ most where its entries err alike.
+    Trainers 1 and 2 move all entries outwards or inwards if the update has taps: values
+    of the whole gradient, as its norm, differ most where its entries err alike.
     """
     leaves = jax.tree.leaves(taken.gradient)
-    generator = np.random.default_rng(step)
+    generator = np.random.default_rng(taken.begin.number)
     shifted = []
     each = zip(leaves, slopes, taken.limits, taken.change, strict=True)
     for own, slope, limit, change in each:
         signs = generator.integers(0, 2, slope.shape, np.int8) * 2.0 - 1
         signs[0] = 0
-        if together:
+        if taken.tapped:
             signs = signs.astype(slope.dtype)
             signs[1], signs[2] = np.sign(slope[1]), -np.sign(slope[2])
         size = np.broadcast_to(np.asarray(limit.size, np.float64), own.shape)
