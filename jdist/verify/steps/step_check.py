@@ -151,14 +151,15 @@ def step(  # noqa: PLR0913 - options, by keyword
       True
     """
     check_options("step", reduction, accumulation)
-    options = _Options(weights, reduction, accumulation)
-    problem = _Problem(loss_fn, update, state, batches)
+    options = weights, reduction, accumulation
+    problem = _Problem(loss_fn, update, state, batches, *options)
     if candidates is None:
-        problem, candidates = _Problem(update, WHOLE, state, batches), loss_fn
+        candidates = loss_fn
+        problem = problem._replace(function=update, update=WHOLE)
     with joined(timeout) as peers, on_one_device(state, batches):
-        _check(problem, options)
+        _check(problem)
         named = _named(problem, candidates)
-        return agreed(_report(_reference(problem, options), peers, named), peers)
+        return agreed(_report(_reference(problem), peers, named), peers)
 
 
 def step_judge(
@@ -208,14 +209,14 @@ def step_judge(
       (True, False)
     """
     check_options("step", reduction, accumulation)
-    options = _Options(weights, reduction, accumulation)
-    problem = _Problem(loss_fn, update, state, batches)
+    options = weights, reduction, accumulation
+    problem = _Problem(loss_fn, update, state, batches, *options)
     if batches is None:
-        problem = _Problem(loss_fn, WHOLE, update, state)
+        problem = _Problem(loss_fn, WHOLE, update, state, *options)
     given = problem.state, problem.batches
     with joined(timeout), on_one_device(*given):
-        _check(problem, options)
-        steps = _reference(problem, options)
+        _check(problem)
+        steps = _reference(problem)
 
     def judge(candidates: Any) -> Report:
         with joined(timeout) as peers, on_one_device(*given):
@@ -229,34 +230,37 @@ WHOLE: Final = "whole"
 
 
 class _Problem(NamedTuple):
-    """The reference's steps: of a loss and an update, or of one function, `WHOLE`."""
+    """The reference's steps: of a loss and an update, or of one function, `WHOLE`.
+
+    The options are as in `step`.
+    """
 
     function: Callable[..., Any]
     update: Callable[..., Any] | Literal["whole"]
     state: PyTree
     batches: Any
-
-
-class _Options(NamedTuple):
-    """Options of the reference, as in `step`."""
-
     weights: Sequence[Any] | None
     reduction: str
     accumulation: DTypeLike | None
 
 
-def _check(problem: _Problem, options: _Options) -> None:
+def _check(problem: _Problem) -> None:
     """Raises for a problem whose reference steps cannot be measured."""
     if problem.update == WHOLE:
-        return _check_without_loss(options.weights, options.reduction)
+        if problem.weights is not None or problem.reduction != "mean":
+            rule, got = "need a loss and candidates", "two steps"
+            remedy = "The reference step has its own."
+            call = "step(weights=..., reduction=...)"
+            raise ValueError(requirement(call, rule, got, remedy))
+        return
     _check_state(problem.state)
-    batch, _ = _weighted(problem.batches, options.weights)[0]
+    batch, _ = _weighted(problem.batches, problem.weights)[0]
     check_function("step(loss_fn)", problem.function)
     check_function("step(update)", problem.update)
     loss, (params, _, *states) = problem.function, problem.state
     if states:
         loss = partial(loss, states=brought(states[0]))
-    return check_loss("step", loss, params, batch)
+    check_loss("step", loss, params, batch)
 
 
 def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any]]:
@@ -272,18 +276,18 @@ def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any
     return named
 
 
-def _reference(problem: _Problem, options: _Options) -> _Steps:
+def _reference(problem: _Problem) -> _Steps:
     """Measures the reference's steps."""
     if problem.update == WHOLE:
-        return _whole_steps(problem, options)
+        return _whole_steps(problem)
     training = Training(
         problem.function,
         problem.update,
         len(problem.state) == 3,
-        options.reduction,
-        options.accumulation,
+        problem.reduction,
+        problem.accumulation,
     )
-    weighted = _weighted(problem.batches, options.weights)
+    weighted = _weighted(problem.batches, problem.weights)
     return _composed_steps(training, problem.state, weighted)
 
 
@@ -308,15 +312,15 @@ def _composed_steps(
     return _Steps(start, given, moments, _trained, draws, attributed)
 
 
-def _whole_steps(problem: _Problem, options: _Options) -> _Steps:
+def _whole_steps(problem: _Problem) -> _Steps:
     """The steps of a reference step of a whole state."""
-    reference_step, _, state, _ = problem
+    reference_step, _, state, *_ = problem
     batches = [batch for batch, _ in _weighted(problem.batches, None)]
     start = _arrays(state)
     own, given = brought(start), brought(batches)
     with _no_single_batch(partial(reference_step, own), given):
         reference = ReferenceStep(reference_step, own, given[0])
-        moments = list(reference.moments(own, given, options.accumulation))
+        moments = list(reference.moments(own, given, problem.accumulation))
     missed = ", ".join(sorted(reference.unmeasured))
     note = f"the rounding of {missed} was not measured: there the bound is too narrow"
     return _Steps(
@@ -349,15 +353,6 @@ def _report(
         causes += cause
     notes += steps.notes + steps.moments[0].notes
     return Report(rows, notes=notes, attributions=causes)
-
-
-def _check_without_loss(weights: object, reduction: str) -> None:
-    if weights is not None or reduction != "mean":
-        rule = "need a loss and candidates"
-        got = "two steps"
-        remedy = "The reference step has its own."
-        call = "step(weights=..., reduction=...)"
-        raise ValueError(requirement(call, rule, got, remedy))
 
 
 def _check_state(state: object) -> None:
