@@ -8,7 +8,7 @@ it judges.
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -19,14 +19,7 @@ from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
 from jdist.verify.bound import BLIND, Limit, blocks_of, bound, in_double
 from jdist.verify.explanations.diagnosis import diagnose
-from jdist.verify.processes.finding import (
-    Finding,
-    Products,
-    merged,
-    record,
-    restored,
-    worst_of,
-)
+from jdist.verify.processes.finding import Finding, Products, merged, restored, worst_of
 from jdist.verify.processes.peers import TIMEOUT, Peers, joined
 from jdist.verify.processes.shards import HeldArray, Shard, held
 from jdist.verify.report import LeafReport, Report, looseness
@@ -264,7 +257,7 @@ def compare_leaves(
         return tuple(merged({0: finding}, 1) for finding in findings)
     # By path, because processes may have found different leaves.
     by_path: dict[str, dict[int, Finding]] = {}
-    for rank, records in enumerate(peers.exchange(list(map(record, findings)))):
+    for rank, records in enumerate(peers.exchange(list(map(asdict, findings)))):
         for own in map(restored, records):
             by_path.setdefault(own.row.path, {})[rank] = own
     return tuple(merged(own, peers.size) for own in by_path.values())

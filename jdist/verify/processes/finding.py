@@ -1,7 +1,7 @@
 """Findings of the processes about a leaf, merged into one row."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jdist.verify.processes.shards import Replicas, replicas_differ
@@ -45,13 +45,8 @@ class Finding:
     replicas: Replicas = field(default_factory=dict)
 
 
-def record(finding: Finding) -> dict[str, Any]:
-    """Converts a finding to values that JSON can hold."""
-    return asdict(finding)
-
-
 def restored(content: Mapping[str, Any]) -> Finding:
-    """Inverse of `record`, also after JSON."""
+    """Inverse of `asdict`, also after JSON."""
     row = dict(content["row"])
     row["shape"] = tuple(row["shape"])
     products = Products(*content["products"])
