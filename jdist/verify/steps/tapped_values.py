@@ -6,7 +6,7 @@ name, on any device and in any loop, must be one of the reference's values.
 """
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,9 +20,13 @@ from jdist._errors import quoted, requirement
 from jdist._tree import is_inexact
 from jdist.verify.bound import Limit, in_double
 from jdist.verify.evaluation.lockstep import Position, PrecisionPair
-from jdist.verify.tracing.recording import TapRecord, TapRecording
 from jdist.verify.tracing.primitive import show
-from jdist.verify.tracing.recording import in_program_order
+from jdist.verify.tracing.recording import (
+    TapRecord,
+    TapRecording,
+    in_program_order,
+    labels,
+)
 
 VALUES = "values"
 """The part of a step that tapped values are."""
@@ -92,15 +96,10 @@ class SeenValues:
             sides, self._sides = self._sides, {}
         # By position, because XLA's threads show taps in any order.
         keys = sorted(sides)
-        count, number = Counter(name for _, name in keys), Counter[str]()
-        values, others = {}, []
-        for key in keys:
-            name = key[1]
-            label = f"{name}[{number[name]}]" if count[name] > 1 else name
-            number[name] += 1
-            values[label], wide = sides[key]
-            others.append(wide)
-        return values, others
+        shown = [sides[key] for key in keys]
+        rounded = (own for own, _ in shown)
+        values = zip(labels([name for _, name in keys]), rounded, strict=True)
+        return dict(values), [wide for _, wide in shown]
 
 
 def _taps(program: ClosedJaxpr) -> frozenset[str]:

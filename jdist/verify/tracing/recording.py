@@ -7,6 +7,7 @@ adds them to the active recordings of the process that receives them.
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -69,6 +70,12 @@ class TapRecord(NamedTuple):
 def in_program_order(records: Iterable[TapRecord]) -> list[TapRecord]:
     """The records as a program that runs one operation after the other passes them."""
     return sorted(records, key=lambda record: record.number)
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """The names of passages in order, with a number, `block[3]`, if one has several."""
+    count, before = Counter(names), {name: itertools.count() for name in names}
+    return [f"{x}[{next(before[x])}]" if count[x] > 1 else x for x in names]
 
 
 class TapRecording:

@@ -13,7 +13,7 @@ wider bounds.
 
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -43,7 +43,7 @@ from jdist.verify.tracing.layout import (
     layouts,
 )
 from jdist.verify.tracing.primitive import show
-from jdist.verify.tracing.recording import TapRecording
+from jdist.verify.tracing.recording import TapRecording, labels
 
 DRAWS = 32
 
@@ -297,15 +297,11 @@ class _Seen:
         accumulation: DTypeLike | None,
     ) -> list[Passage]:
         """Makes the passages: values with bounds, and cotangents beside them."""
-        pairs = self._pairs()
-        count = Counter(name for (_, name, _), _ in pairs)
-        number: dict[str, int] = defaultdict(int)
-        found = []
-        for key, cotangent in pairs:
+        pairs, found = self._pairs(), []
+        names = labels([name for (_, name, _), _ in pairs])
+        for label, (key, cotangent) in zip(names, pairs, strict=True):
             name, value = key[1], self._first[key][0]
             layout = where.get((name, value.shape), Layout(value.shape, None, 1))
-            label = f"{name}[{number[name]}]" if count[name] > 1 else name
-            number[name] += 1
             rows = self._rows(key, layout, accumulation)
             theirs = cotangent and self._rows(cotangent, layout, accumulation)
             through = self._through(cotangent, layout) if cotangent else {}
