@@ -261,8 +261,7 @@ def _clip_of_shown(found: Mapping[str, Any], moment: Moment) -> str:
 def _clip_of_state(found: Mapping[str, Any], moment: Moment) -> str:
     """The clip that explains an optimizer's state; empty if none does."""
     whole = {path: _whole(leaf) for path, leaf in found.items()}
-    updated = _updated(moment.wanted).items()
-    if moment.composed is None or not all(_alike(whole.get(p), x) for p, x in updated):
+    if moment.composed is None or not _complete(whole, moment):
         return ""
     accumulators = _accumulators(moment) or {}
     own, gradient = (
@@ -284,7 +283,7 @@ def _inferred(
     unknown = (UNKNOWN, f"{multiples}; {why}" if multiples else why)
     whole = {path: _whole(leaf) for path, leaf in found.items()}
     # No gradient can be read off leaves of other shapes or of other processes.
-    if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
+    if not _complete(whole, moment):
         factor = _factor_of_gradient(failing, whole, moment)
         if factor is None:
             return unknown
@@ -366,6 +365,12 @@ def _alike(leaf: Shaped | None, reference: Shaped | None) -> bool:
     return leaf is not None and leaf.shape == reference.shape
 
 
+def _complete(found: Mapping[str, Any], moment: Moment) -> bool:
+    """Whether all leaves of the new parameters and state have the right shapes."""
+    updated = _updated(moment.wanted).items()
+    return all(_alike(found.get(path), x) for path, x in updated)
+
+
 def bare(path: str) -> str:
     """A leaf's path without the part of the state that it is in."""
     return path.partition("/")[2] or path
@@ -397,9 +402,9 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
         ]
     known: dict[str, Accumulator] = {}
     averages = _averages(moment)
-    for place, name in enumerate(_floating(moment)):
-        value = np.asarray(slopes[0][0][place])
-        first, second = (np.asarray(tangent[place]) for _, tangent in slopes)
+    for name in _floating(moment):
+        value = np.asarray(slopes[0][0][name])
+        first, second = (np.asarray(tangent[name]) for _, tangent in slopes)
         if within(name, "params") or name in averages:
             continue  # They depend on the step, not on the gradient alone.
         for path, point, along in zip(gradients, own, direction, strict=True):
@@ -426,10 +431,11 @@ def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
     return float(f"{factor:.11e}")
 
 
-def _update(moment: Moment, gradient: Sequence[ArrayLike]) -> list[jax.Array]:
-    """The reference's update of another gradient, in float64."""
+def _update(moment: Moment, gradient: Sequence[ArrayLike]) -> dict[str, jax.Array]:
+    """The floating leaves of the reference's update of another gradient, in float64."""
     after = _updated_from(moment, _start(moment), gradient)
-    return [x.wide for x in after if is_inexact(x.rounded)]
+    wide = [x.wide for x in after if is_inexact(x.rounded)]
+    return dict(zip(_floating(moment), wide, strict=True))
 
 
 def _start(moment: Moment) -> list[Value]:
@@ -458,9 +464,7 @@ def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> s
 
     It moves the parameters by each in turn, or by the mean of all moves: momenta tell.
     """
-    if moment.composed is None or not all(
-        _alike(found.get(p), x) for p, x in _updated(moment.wanted).items()
-    ):
+    if moment.composed is None or not _complete(found, moment):
         return ""
     names = [p for p, x in _updated(moment.wanted).items() if x is not None]
     states = [p for p in _floating(moment) if within(p, "state") and p in failing]
@@ -520,8 +524,7 @@ def _explained(
     order = [p for p, x in moment.wanted.items() if p in gradient and x is not None]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         after = _update(moment, [gradient[path] for path in order])
-    made = dict(zip(_floating(moment), map(np.asarray, after), strict=True))
-    return all(_explains(made[path], path, found, moment) for path in failing)
+    return all(_explains(np.asarray(after[p]), p, found, moment) for p in failing)
 
 
 def _factor_of_gradient(
@@ -536,7 +539,6 @@ def _factor_of_gradient(
         return None
     if moment.composed is None or not all(within(p, "params") for p in failing):
         return None
-    names = list(_floating(moment))
     ways = [
         (in_double(found[p]) - moment.before[p], moment.moves[p], _width(moment, p))
         for p in params
@@ -553,8 +555,7 @@ def _factor_of_gradient(
     with double_precision(), jax.numpy_dtype_promotion("standard"):
 
         def left(power: float) -> np.ndarray:
-            scaled = [2.0**power * g for g in own]
-            after = dict(zip(names, _update(moment, scaled), strict=True))
+            after = _update(moment, [2.0**power * g for g in own])
             made = [
                 np.asarray(after[p]) - x for p, x in zip(params, before, strict=True)
             ]
