@@ -129,12 +129,10 @@ class Perturbation:
     _count: int = 0
     _hashed: dict[int, Array] = field(default_factory=dict)
 
-    def inner(self, step: Array) -> "Perturbation":
-        """A perturbation for iteration `step` of a loop inside this scope."""
-        here = _in_context(self.seed)
-        seed = _mix(here + _golden(self._tick()))
-        own = _mix(seed ^ step.astype(jnp.uint32))
-        return self.within(own)
+    def inner(self) -> "Perturbation":
+        """A perturbation for a program inside this scope."""
+        seed = _mix(_in_context(self.seed) + _golden(self._tick()))
+        return self.within(_mix(seed))
 
     def within(self, seed: Array) -> "Perturbation":
         """A perturbation with another seed, for a scope of its own."""
@@ -142,8 +140,7 @@ class Perturbation:
 
     def loop(self) -> "Perturbation":
         """A perturbation for a loop inside this scope; iterations share the seed."""
-        own = self.inner(jnp.uint32(0))
-        return replace(own, loops=(*self.loops, next(self._places)))
+        return replace(self.inner(), loops=(*self.loops, next(self._places)))
 
     def iteration(self, index: Array) -> "Perturbation":
         """A perturbation for one iteration of this loop."""
@@ -736,7 +733,7 @@ def _cond(
 
     def branch(program: ClosedJaxpr) -> Callable[..., list[Value]]:
         def evaluate(*given: Value) -> list[Value]:
-            inside = noise.inner(jnp.uint32(0))
+            inside = noise.inner()
             found = _evaluate(program.jaxpr, program.consts, given, inside)
             return _plain(found, on_sides, alone, noise)
 
