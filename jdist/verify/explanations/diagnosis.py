@@ -81,13 +81,8 @@ def likeness(
     reference = wanted[path]
     # A single number is always a multiple of another: a factor would say nothing.
     if found.size > 1:
-        factor = _factor(reference, found)
-        if factor is not None:
-            return f"it is {factor:.6g} times the reference"
-        if bound is not None:
-            factor = _rounded_factor(reference, found, bound)
-        if factor is not None:
-            return f"it is {factor:.3g} times the reference"
+        if told := _multiple(reference, found, bound):
+            return told
         if found.ndim == 2 and _alike(reference.T, found):
             return "it is the reference transposed"
     size = float(np.linalg.norm(_flat(found)))
@@ -134,29 +129,27 @@ def _fits(by: int, dtype: np.dtype, values: np.ndarray) -> bool:
         return bool((np.abs(own - real) <= rounding * np.abs(real)).all())
 
 
-def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:
+def _multiple(
+    reference: np.ndarray, found: np.ndarray, bound: np.ndarray | None
+) -> str:
     """The number by which the whole reference was multiplied, if that is all."""
     a, b = _flat(reference), _flat(found)
-    factor = nearest_factor(a, b)
-    rest = np.linalg.norm(b - factor * a)
-    # A factor of 1 explains nothing: large entries that are right hide the wrong ones.
-    told = rest <= LIKENESS * np.linalg.norm(b) and abs(factor - 1) > LIKENESS
-    return factor if told and a.any() else None
-
-
-def _rounded_factor(
-    reference: np.ndarray, found: np.ndarray, bound: np.ndarray
-) -> float | None:
-    """The number by which it was multiplied, if rounding explains all the rest.
-
-    In a program of 16 bits that is far more than in one of 32.
-    """
-    a, b = _flat(reference), _flat(found)
+    if not a.any():
+        return ""
     factor = nearest_factor(a, b)
     rest = np.abs(b - factor * a)
-    small = np.linalg.norm(rest) <= REST * np.linalg.norm(b - a)
-    told = small and (rest <= max(1, abs(factor)) * bound.ravel()).all()
-    return factor if told and a.any() else None
+    left = np.linalg.norm(rest)
+    # A factor of 1 explains nothing: large entries that are right hide the wrong ones.
+    if left <= LIKENESS * np.linalg.norm(b) and abs(factor - 1) > LIKENESS:
+        return f"it is {factor:.6g} times the reference"
+    # In a program of 16 bits rounding explains far more than in one of 32.
+    if (
+        bound is not None
+        and left <= REST * np.linalg.norm(b - a)
+        and (rest <= max(1, abs(factor)) * bound.ravel()).all()
+    ):
+        return f"it is {factor:.3g} times the reference"
+    return ""
 
 
 def nearest_factor(a: np.ndarray, b: np.ndarray) -> float:
