@@ -170,8 +170,10 @@ def renamed(
     renamed: dict[str, Any] = {p: None for p, leaf in wanted.items() if leaf is None}
     for path, x in names.items():
         own = found[theirs[path]]
-        where = f"{call}(names={{{path!r}: ...}})"
-        renamed[path] = own if isinstance(x, str) else _ordered(where, own, x[1])
+        if not isinstance(x, str):
+            where = f"{call}(names={{{path!r}: ...}})"
+            own = ordered(where, "candidate's leaf", own, x[1])
+        renamed[path] = own
     return renamed
 
 
@@ -192,16 +194,19 @@ def check_name(where: str, name: Any) -> None:
     raise TypeError(requirement(where, rule, quoted(name)))
 
 
-def _ordered(
-    where: str, leaf: ArrayLike | None, axes: tuple[int, ...]
+def ordered(
+    where: str, what: str, leaf: ArrayLike | None, axes: tuple[int, ...]
 ) -> jax.Array | np.ndarray | None:
-    """Transposes a leaf to the reference's order of axes; None stays None."""
+    """Transposes a leaf, `what` in errors, to the reference's order of axes.
+
+    None stays None.
+    """
     if leaf is None:
         return None
     # An array over several processes cannot be converted to NumPy.
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if sorted(axes) != list(range(array.ndim)):
-        rule = f"must order the {array.ndim} axes of the candidate's leaf"
+        rule = f"must order the {array.ndim} axes of the {what}"
         raise ValueError(requirement(where, rule, quoted(axes)))
     return array.transpose(axes)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, path_of
 from jdist.verify.candidates import copied
-from jdist.verify.comparison import Named, check_name
+from jdist.verify.comparison import Named, check_name, ordered
 from jdist.verify.tracing.recording import TapRecord, replay, under_way
 
 
@@ -101,15 +101,10 @@ def _show(tensors: PyTree, name: str, axes: tuple[int, ...] | None) -> PyTree:
 def _record(tensor: Any, name: str, axes: tuple[int, ...] | None) -> None:
     """Records a tensor now, and its cotangent when it is known."""
 
-    def array(tensor: Any) -> np.ndarray:
+    def array(tensor: Any) -> Any:
         found = np.asarray(copied(tensor))
-        if axes is None:
-            return found
-        if sorted(axes) != list(range(found.ndim)):
-            rule = f"must order the {found.ndim} axes of the value"
-            where = f"shown(names={{{name!r}: ...}})"
-            raise ValueError(requirement(where, rule, quoted(axes)))
-        return found.transpose(axes)
+        where = f"shown(names={{{name!r}: ...}})"
+        return found if axes is None else ordered(where, "value", found, axes)
 
     # A later operation may overwrite it.
     value = array(tensor)
