@@ -20,15 +20,10 @@ from jdist.verify.defects.step_call import (
 def _learning_rate(factor: float) -> Alteration:
     def alteration(call: StepCall) -> PyTree:
         params, state = call.right
-        return _moved(call.arguments[0], params, factor), state
+        # old + factor (new - old), rounded once.
+        return combined([factor, 1 - factor], [params, call.arguments[0]]), state
 
     return alteration
-
-
-def _moved(old: PyTree, new: PyTree, factor: float) -> PyTree:
-    """Moves parameters by a multiple of the step from old to new ones."""
-    # old + factor (new - old), rounded once.
-    return combined([factor, 1 - factor], [new, old])
 
 
 def _count_off_by_one(call: StepCall) -> PyTree:
