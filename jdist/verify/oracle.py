@@ -137,20 +137,6 @@ SCATTERED, COARSE = 0.1, 1e-8
 LOST = float(np.finfo(np.float64).smallest_normal / np.finfo(np.float64).eps)
 
 
-class Slopes(NamedTuple):
-    """One loss next to the parameters: its derivative along a direction, and itself.
-
-    Attributes:
-      exact: The derivative, computed by JAX.
-      losses: The losses at each of `SHIFTS`, or of `FEW`.
-      scatter: How far rounding scatters a loss, one deviation; 0 if that is not known.
-    """
-
-    exact: float
-    losses: np.ndarray
-    scatter: float = 0.0
-
-
 class Middle(NamedTuple):
     """A run in float64, on both sides of which differences are taken.
 
@@ -204,7 +190,7 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
         """Holds the reference against differences at up to `POINTS` points."""
         given = jax.tree.map(jnp.asarray, (params, batch, weights))
         if known is not None:
-            own = pinned(_known_slopes(known, seed))
+            own = pinned(*_known_slopes(known, seed))
             if own.ok and not own.skipped:
                 return own
         program = value_of.trace(*given).jaxpr
@@ -221,7 +207,7 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
                 (loss,) = value.exact(pairs, recording)
             middle = Middle(value, given, recording, np.asarray(loss.wide))
             losses = _losses(middle, near, direction, SHIFTS)
-            own = pinned(Slopes(exact, losses))
+            own = pinned(exact, losses)
             # One point that agrees is enough: a kink near another explains a failure
             # there.
             if own.ok and not own.skipped:
@@ -237,8 +223,8 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
     return check
 
 
-def _known_slopes(known: Exact, seed: int) -> Slopes:
-    """The derivative at the parameters along a direction in which all leaves count."""
+def _known_slopes(known: Exact, seed: int) -> tuple[float, np.ndarray, float]:
+    """The arguments of `pinned` for a direction in which all leaves count."""
     trainable, _ = split_inexact(known.middle.given[0])
     typical, count = _typical(jax.tree.map(in_double, trainable))
     generator = np.random.default_rng(seed)
@@ -256,7 +242,7 @@ def _known_slopes(known: Exact, seed: int) -> Slopes:
     exact = _along(direction, known.gradient)
     shifts = FEW if known.scatter else SHIFTS
     losses = _losses(known.middle, None, direction, shifts)
-    return Slopes(exact, losses, known.scatter)
+    return exact, losses, known.scatter
 
 
 def _along(direction: PyTree, gradient: Sequence[ArrayLike]) -> float:
@@ -329,14 +315,18 @@ def _paired(given: PyTree, moved: PyTree) -> list[Value]:
     return [*own, *jax.tree.leaves(rest)]
 
 
-def pinned(found: Slopes) -> OracleCheck:
+def pinned(exact: float, losses: np.ndarray, scatter: float = 0.0) -> OracleCheck:
     """Holds the derivative against the slope of a cubic through the losses.
 
     The residuals are rounding, and give the slope's standard error. The differences
     between the cubic, a line and the two sides bound effects of curvature and kinks.
     Through three losses a parabola fits, whose bend is all that they show of rounding.
+
+    Args:
+      exact: The derivative along a direction, computed by JAX.
+      losses: The losses at each of `SHIFTS`, or of `FEW`.
+      scatter: How far rounding scatters a loss, one deviation; 0 if that is not known.
     """
-    exact, losses = float(found.exact), np.asarray(found.losses)
     if not np.isfinite([exact, *losses]).all():
         return OracleCheck(skipped="the loss is not finite next to the parameters")
     shifts = np.linspace(-1, 1, losses.size)
@@ -351,8 +341,8 @@ def pinned(found: Slopes) -> OracleCheck:
     deviation = residual / np.sqrt(max(freedom, 1))
     if deviation > SCATTERED and size > COARSE * abs(centre):
         return OracleCheck(skipped="the loss is chaotic next to the parameters")
-    if found.scatter:
-        deviation, freedom = max(deviation, found.scatter / size), math.inf
+    if scatter:
+        deviation, freedom = max(deviation, scatter / size), math.inf
     # The standard error of a slope fitted by least squares.
     error = deviation * np.sqrt(np.linalg.inv(columns.T @ columns)[1, 1])
     line = float(shifts @ centred / (shifts @ shifts))

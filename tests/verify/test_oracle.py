@@ -12,7 +12,6 @@ from jdist.verify import oracle
 from jdist.verify.oracle import (
     REDUCERS,
     SHIFTS,
-    Slopes,
     differentiated,
     finite_differences,
     pinned,
@@ -142,7 +141,7 @@ def test_a_disagreement_outweighs_points_that_say_nothing(monkeypatch):
         ([skipped, wrong, right], True),
     ):
         for outcomes in map(iter, itertools.permutations(points)):
-            monkeypatch.setattr(oracle, "pinned", lambda _, own=outcomes: next(own))
+            monkeypatch.setattr(oracle, "pinned", lambda *_, own=outcomes: next(own))
             assert check(w, x, None, 0).ok == ok
 
 
@@ -201,9 +200,9 @@ def test_a_rule_that_is_the_derivative_is_pinned():
 def test_a_wrong_derivative_is_found():
     """By a factor that no curvature, rounding or kink explains."""
     losses = np.sin(0.3 + 4e-6 * SHIFTS)
-    assert pinned(Slopes(np.cos(0.3), losses)).ok
+    assert pinned(np.cos(0.3), losses).ok
     for factor in (1 + 1e-4, 0.5, -1):
-        check = pinned(Slopes(np.cos(0.3) * factor, losses))
+        check = pinned(np.cos(0.3) * factor, losses)
         assert not check.ok
         assert "oracle WRONG: slope" in str(check)
 
@@ -211,10 +210,8 @@ def test_a_wrong_derivative_is_found():
 def test_a_chaotic_loss_is_not_condemned():
     """No difference can resolve it; where rounding alone scatters, a slope is wrong."""
     scatter = np.random.default_rng(0).normal(size=SHIFTS.size)
-    assert pinned(Slopes(1e9, 1 + scatter / 9)).skipped.startswith(
-        "the loss is chaotic"
-    )
-    assert not pinned(Slopes(1.0, 1 + scatter * 1e-16)).ok
+    assert pinned(1e9, 1 + scatter / 9).skipped.startswith("the loss is chaotic")
+    assert not pinned(1.0, 1 + scatter * 1e-16).ok
 
 
 def test_what_cannot_run_in_float64_is_named():
@@ -295,47 +292,47 @@ def test_the_pin_does_not_depend_on_the_scale_of_the_loss(scale):
     """Neither do its verdicts on wrong derivatives."""
     losses = scale * (2 + np.sin(1.1 + 4e-6 * SHIFTS))
     slope = scale * np.cos(1.1)
-    right = pinned(Slopes(slope, losses))
+    right = pinned(slope, losses)
     assert right.ok
     assert not right.skipped
     assert right.tolerance < 1e-3 * abs(slope)
     for factor in (1.01, -1, 0):
-        assert pinned(Slopes(slope * factor, losses)).wrong
+        assert pinned(slope * factor, losses).wrong
 
 
 def test_curvature_is_no_mistake():
     """A cubic's own terms are fitted, not blamed on the derivative."""
     x = 4e-6 * SHIFTS
     losses = 1 + 3 * x - 2e4 * x**2 + 1e9 * x**3
-    check = pinned(Slopes(3.0, losses))
+    check = pinned(3.0, losses)
     assert check.ok
     np.testing.assert_allclose(check.difference, 3.0, rtol=1e-6)
-    assert pinned(Slopes(3.5, losses)).wrong
+    assert pinned(3.5, losses).wrong
 
 
 def test_a_kink_within_reach_is_explained():
     """The two sides differ by what it adds to the tolerance."""
     kinked = 1 + 4e-6 * np.maximum(SHIFTS, 0)
     for exact in (0.0, 0.5, 1.0):
-        assert not pinned(Slopes(exact, kinked)).wrong
+        assert not pinned(exact, kinked).wrong
     # A slope of twice the tolerance and more is not explained by it.
-    assert pinned(Slopes(50.0, kinked)).wrong
+    assert pinned(50.0, kinked).wrong
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_not_compared(bad):
     """Of the derivative, or of one of the losses."""
     losses = np.sin(0.3 + 4e-6 * SHIFTS)
-    assert "not finite" in pinned(Slopes(bad, losses)).skipped
+    assert "not finite" in pinned(bad, losses).skipped
     losses[3] = bad
-    assert "not finite" in pinned(Slopes(np.cos(0.3), losses)).skipped
+    assert "not finite" in pinned(np.cos(0.3), losses).skipped
 
 
 def test_a_constant_loss_has_the_slope_zero():
     """And no other one."""
     constant = np.full(SHIFTS.size, 0.75)
-    assert pinned(Slopes(0.0, constant)).ok
-    assert pinned(Slopes(1e-3, constant)).wrong
+    assert pinned(0.0, constant).ok
+    assert pinned(1e-3, constant).wrong
 
 
 def test_rules_are_those_of_users():
