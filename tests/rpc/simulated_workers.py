@@ -7,7 +7,15 @@ workers knows which values must live, and checks it after every step.
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.ids import IdCounter
-from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Ref, Take
+from jdist.rpc.rref.messages import (
+    Abort,
+    Accept,
+    CreationName,
+    Delete,
+    Fork,
+    Ref,
+    Take,
+)
 from jdist.rpc.rref.protocol import Never, Protocol, Send, Settled, UserFork
 
 
@@ -159,9 +167,8 @@ class SimulatedWorkers:
     def _creation(self, item):
         user_fork = item.user_fork
         protocol = self.workers[item.to]
-        entry = protocol.on_create(
-            item.sender, user_fork.rref, user_fork.fork, item.low_water_mark
-        )
+        name = CreationName(user_fork.rref, user_fork.fork, item.low_water_mark)
+        entry = protocol.on_create(item.sender, name)
         if entry is not None:
             self._names(user_fork.rref, entry.owner_value)
             self.bag.append(Created(item.to, item.sender, user_fork))

@@ -167,7 +167,7 @@ def _place(
     # Its numbers deduplicate requests by their creator; a peer must not use another's.
     if name.rref.created_on != caller.incarnation:
         raise ProtocolError("A reference's id bears the number of its creator.")
-    return references.on_create(caller, *name)
+    return references.on_create(caller, name)
 
 
 def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:

@@ -31,7 +31,16 @@ from typing import Any, NamedTuple
 
 from jdist.rpc.base.dedup_window import DedupWindow, Unsettled
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
+from jdist.rpc.rref.messages import (
+    Abort,
+    Accept,
+    CreationName,
+    Delete,
+    Fork,
+    Message,
+    Ref,
+    Take,
+)
 
 
 class UserFork:
@@ -210,24 +219,18 @@ class OwnedValues:
         """Finds or makes the entry of a value that this worker itself refers to."""
         return self._entries.get(rref) or self._enter(rref, owner_value, created=True)
 
-    def create(
-        self,
-        rref: GloballyUniqueId,
-        fork: GloballyUniqueId,
-        holder: int,
-        low_water_mark: int,
-    ) -> OwnedEntry | None:
+    def create(self, holder: int, name: CreationName) -> OwnedEntry | None:
         """Begins the creation that `holder` asked for, which has the first fork.
 
         None for a duplicate: the request came before, or was aborted.
         """
-        if not self._creations[holder].take(rref.local_id, low_water_mark):
+        if not self._creations[holder].take(name.rref.local_id, name.low_water_mark):
             return None
-        entry = self._entries.get(rref)
+        entry = self._entries.get(name.rref)
         if entry is None:
-            entry = self._enter(rref, self._new_owner_value(), created=True)
+            entry = self._enter(name.rref, self._new_owner_value(), created=True)
         entry.created = True
-        entry.holders[fork] = holder
+        entry.holders[name.fork] = holder
         return entry
 
     def count(
@@ -401,17 +404,9 @@ class Protocol:
         self.user_forks.pop(user_fork.fork, None)
         self._creating[user_fork.owner].end(user_fork.rref.local_id)
 
-    def on_create(
-        self,
-        creator: int,
-        rref: GloballyUniqueId,
-        fork: GloballyUniqueId,
-        low_water_mark: int,
-    ) -> OwnedEntry | None:
+    def on_create(self, creator: int, name: CreationName) -> OwnedEntry | None:
         """Handles a request to create a value; None if it must not be followed."""
-        if creator in self._gone:
-            return None
-        return self.owned.create(rref, fork, creator, low_water_mark)
+        return None if creator in self._gone else self.owned.create(creator, name)
 
     # --- giving ---
 
@@ -513,9 +508,9 @@ class Protocol:
 
     def on_abort(self, creator: int, message: Abort) -> Effects:
         """Handles an aborted creation; without effect if it has begun."""
-        rref, fork, low_water_mark, reason = message
-        entry = self.on_create(creator, rref, fork, low_water_mark)
-        return [] if entry is None else [Never(entry.owner_value, reason)]
+        name = CreationName(message.rref, message.fork, message.low_water_mark)
+        entry = self.on_create(creator, name)
+        return [] if entry is None else [Never(entry.owner_value, message.reason)]
 
     def on_accept(self, receiver: int, message: Accept) -> Effects:
         """Handles the arrival of a fork that this worker gave."""

@@ -22,6 +22,7 @@ from jdist.rpc.rref.messages import (
     REFERENCE,
     Abort,
     Accept,
+    CreationName,
     Delete,
     Fork,
     Message,
@@ -135,20 +136,14 @@ class References:
             raise RpcError(_freed(rref))
         return entry.owner_value
 
-    def on_create(
-        self,
-        creator: WorkerInfo,
-        rref: GloballyUniqueId,
-        fork: GloballyUniqueId,
-        low_water_mark: int,
-    ) -> OwnerValue:
+    def on_create(self, creator: WorkerInfo, name: CreationName) -> OwnerValue:
         """Makes the place for a value that another worker asked to be created.
 
         Raises:
           RpcError: The request was given up by the creator, which is known already.
         """
         of = incarnation_of(creator)
-        entry = self.ask(lambda p: p.on_create(of, rref, fork, low_water_mark))
+        entry = self.ask(lambda protocol: protocol.on_create(of, name))
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
         return entry.owner_value
