@@ -243,16 +243,13 @@ class RRef(Generic[T]):
 
     def _give(self, references: References, message: MessageContext) -> Ref:
         """Adds this reference to a message of the worker that has `references`."""
-        own, rref, place, fork, *_ = self._handle
-        if references is not own:
+        if references is not self._handle.references:
             rule = f"must belong to the worker that sends it, {references.agent.info}"
+            got = f"{self} of {self._handle.agent.info}"
             remedy = "Make the call as its worker: `with rpc.use_worker(name):`."
-            raise value_error("rpc(rref)", rule, f"{self} of {own.agent.info}", remedy)
-        if place is not None:
-            return references.give_owned(rref, place, message)
-        assert fork is not None
+            raise value_error("rpc(rref)", rule, got, remedy)
         self._check_usable("fork an UserRRef")
-        return references.give(fork, message)
+        return references.give(self._handle, message)
 
     def _check_usable(self, operation: str) -> None:
         """Raises if the reference can no longer be used."""

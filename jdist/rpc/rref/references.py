@@ -180,20 +180,16 @@ class References:
 
     # --- giving and taking ---
 
-    def give(self, user_fork: UserFork, message: MessageContext) -> Ref:
-        """Adds a reference to another worker's value to a message."""
+    def give(self, handle: Handle, message: MessageContext) -> Ref:
+        """Adds a reference to a message."""
+        protocol, to = self._protocol, incarnation_of(message.worker)
         with self._lock:
-            return self._put(
-                self._protocol.give(user_fork, incarnation_of(message.worker)), message
-            )
-
-    def give_owned(
-        self, rref: GloballyUniqueId, owner_value: OwnerValue, message: MessageContext
-    ) -> Ref:
-        """Adds a reference to this worker's value to a message."""
-        to = incarnation_of(message.worker)
-        with self._lock:
-            return self._put(self._protocol.give_owned(rref, owner_value, to), message)
+            if handle.user_fork is None:
+                ref = protocol.give_owned(handle.rref, handle.owner_value, to)
+            else:
+                ref = protocol.give(handle.user_fork, to)
+            message.forks = [*message.forks, ref.fork]
+            return ref
 
     def take(self, ref: Ref, message: MessageContext) -> Handle:
         """Takes a reference from a message.
@@ -301,10 +297,6 @@ class References:
         self.delivery.close()
 
     # --- inside ---
-
-    def _put(self, ref: Ref, message: MessageContext) -> Ref:
-        message.forks = [*message.forks, ref.fork]
-        return ref
 
     def do(
         self, event: Callable[[Protocol], Effects], never: Exception | None = None
