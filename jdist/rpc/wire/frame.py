@@ -21,7 +21,7 @@ Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothi
 import functools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -406,15 +406,10 @@ def assemble(
         least `header.apart` bytes.
 
     Raises:
-      ProtocolError: The memory is not as described, or JAX cannot hold an array.
+      ProtocolError: JAX cannot hold an array.
     """
-    message, slab_size = header.message, header.slab
-    slab: Any = buffers[0] if slab_size else bytearray()
-    large: Iterator[memoryview] = iter(())
-    separate = large
-    if header.large or header.apart or apart or len(buffers) > 1:
-        large = iter(_fitting(buffers[bool(slab_size) :], header.large))
-        separate = iter(_fitting(apart, header.apart))
+    message, large, separate = header.message, iter(buffers), iter(apart)
+    slab: Any = next(large) if header.slab else bytearray()
     leaves: list[Any] = []
     for dtype, shape, flags, offset in header.leaves:
         if offset is None:
@@ -426,17 +421,6 @@ def assemble(
     return Frame(
         message.kind, message.id, message.meta, message.tree, leaves, message.shared
     )
-
-
-def _fitting(
-    memory: Sequence[memoryview], sizes: Sequence[int]
-) -> Iterable[memoryview]:
-    if len(memory) != len(sizes):
-        raise ProtocolError(f"{len(sizes)} pieces of memory are due: {len(memory)}.")
-    for piece, size in zip(memory, sizes, strict=True):
-        if len(piece) < size:
-            raise ProtocolError(f"{size} bytes of memory are due: {len(piece)}.")
-    return memory
 
 
 def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
