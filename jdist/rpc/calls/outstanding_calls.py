@@ -72,11 +72,6 @@ class CallUnderWay:
         return False  # once it has one, its callee no longer enters it
 
 
-def end_of(entry: CallUnderWay) -> float | None:
-    """Returns a call's deadline; None for a call without one."""
-    return entry.deadline.at
-
-
 class OutstandingCalls:
     """The calls of one worker that are under way, on either side."""
 
@@ -126,9 +121,9 @@ class OutstandingCalls:
         self,
         deadline: Deadline,
         check: Callable[[], None],
-        end: Callable[[CallUnderWay], float | None] = end_of,
-        begun: float | None = None,
-        until: float | None = None,
+        end: Callable[[CallUnderWay], float | None],
+        begun: float,
+        until: float,
     ) -> int | None:
         """Waits until no call is under way; returns how many have ever begun.
 
@@ -138,14 +133,13 @@ class OutstandingCalls:
             an exception.
           end: The moment of a call after which nothing waits for it; None for one
             that may take as long as it likes.
-          begun: The moment from which it is overdue at the earliest; by default now.
+          begun: The moment from which it is overdue at the earliest.
           until: The moment at which to return None if calls are still under way.
 
         Raises:
           RpcTimeout: Some still are at the deadline, or long after their own ends; the
             message names them.
         """
-        begun = time.monotonic() if begun is None else begun
         with self._lock:
             self._watched += 1
             try:
@@ -166,13 +160,11 @@ class OutstandingCalls:
                             "none of them, when nothing waits for them any more: "
                             f"{self._describe()}."
                         )
-                    rest = None if until is None else until - time.monotonic()
-                    if rest is not None and rest <= 0:
+                    rest = until - time.monotonic()
+                    if rest <= 0:
                         return None
                     left = (deadline.remaining(), patience, rest)
-                    self._empty.wait(
-                        min((s for s in left if s is not None), default=None)
-                    )
+                    self._empty.wait(min(s for s in left if s is not None))
             finally:
                 self._watched -= 1
 

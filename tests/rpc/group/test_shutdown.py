@@ -250,9 +250,12 @@ def test_a_call_without_a_deadline_is_waited_for():
     entered = outstanding_calls.OutstandingCalls()
     entered.serve(Leaked(NEVER))
     entered.send(Leaked(Deadline(0.0, 1.0)))
-    limit = Deadline(time.monotonic() + 0.1, 0.1)
+    begun = time.monotonic()
+    limit = Deadline(begun + 0.1, 0.1)
     with pytest.raises(rpc.RpcTimeout, match=r"after 0.10 seconds: .*serving rpc_sync"):
-        entered.when_empty(limit, lambda: None)
+        entered.when_empty(
+            limit, lambda: None, lambda call: call.deadline.at, begun, begun + 60
+        )
 
 
 def test_others_that_do_not_come(hosts):
