@@ -180,17 +180,12 @@ class BarrierRound:
         return next((c.purpose.operation for c in self._came.values()), "a collective")
 
     def _differs(self, purpose: Purpose) -> bool:
-        # Each worker counts the collectives that it has seen: in an elastic group those
-        # that joined later have seen fewer.
-        for other in self._came.values():
-            same = (
-                purpose
-                if self._numbered
-                else purpose._replace(number=other.purpose.number)
-            )
-            if same != other.purpose:
-                return True
-        return False
+        others = [one.purpose for one in self._came.values()]
+        if not self._numbered:
+            # Each worker counts the collectives that it has seen: in an elastic group
+            # those that joined later have seen fewer.
+            others = [one._replace(number=purpose.number) for one in others]
+        return any(one != purpose for one in others)
 
     def _mismatch(self) -> None:
         came = [f"{name!r} is in {one.purpose}" for name, one in self._came.items()]

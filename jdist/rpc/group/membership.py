@@ -611,11 +611,9 @@ class ElasticMembership(Membership):
 
 def rival_of(newcomer: Member, members: list[Member]) -> Member | None:
     """Return the first of `members` that has the newcomer's name or rank."""
-    for other in members:
-        info = newcomer.info
-        if other.info.name == info.name or other.info.id == info.id:
-            return other
-    return None
+    name, rank = newcomer.info.name, newcomer.info.id
+    rivals = (one for one in members if one.info.name == name or one.info.id == rank)
+    return next(rivals, None)
 
 
 def clash(newcomer: WorkerInfo, rival: WorkerInfo) -> Refusal:

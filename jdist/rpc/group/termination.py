@@ -95,11 +95,10 @@ def install(agent: Agent) -> None:
     """Registers the handler that answers other workers' `_OneSidedCalls`."""
 
     def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> list[int]:
-        with_caller = [
-            [entry for entry in entries if entry.peer == caller.name]
+        return [
+            sum(entry.peer == caller.name for entry in entries)
             for entries in _endless(agent)
         ]
-        return [len(entries) for entries in with_caller]
 
     agent.register(_KIND, answer)
 
