@@ -490,7 +490,7 @@ class Agent(CallingWorker):
         info = self.directory.caller(caller, moment(self.options.join_timeout))
         if info is None or self.closed:
             raise ChannelClosed(f"{self.info.name!r} does not know {caller!r}")
-        execution = self.callee.execution_of(info, frame)
+        execution = Execution(info, frame, self.pool)
         try:
             self.callee.begin(execution)
             answer = self.callee.execute(execution, frame, depth)

@@ -23,13 +23,7 @@ import msgspec
 from jdist._compat import called_outside_mesh
 from jdist._errors import value_error
 from jdist.rpc.base import current, device_maps
-from jdist.rpc.base.current import (
-    Cancellable,
-    Deadline,
-    Meta,
-    Operation,
-    Scope,
-)
+from jdist.rpc.base.current import Cancellable, Meta, Operation, Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -47,6 +41,11 @@ class Execution(CallUnderWay):
 
     Python cannot stop a running function. Cancellation ends a call that has not begun,
     the future of an async_execution function, and the calls that the function makes.
+
+    Args:
+      caller: The worker that asked for it.
+      frame: The request.
+      pool: Runs what a cancellation ends.
     """
 
     __slots__ = (
@@ -60,16 +59,10 @@ class Execution(CallUnderWay):
     ticket: Any
     """The ticket by which the caller may cancel it out of band; None if it will not."""
 
-    def __init__(
-        self,
-        caller: WorkerInfo,
-        kind: str,
-        deadline: Deadline,
-        ticket: Any,
-        pool: ThreadPool,
-    ) -> None:
-        super().__init__(caller, Operation(kind), deadline)
-        self.ticket = ticket
+    def __init__(self, caller: WorkerInfo, frame: Frame, pool: ThreadPool) -> None:
+        until = current.from_meta(frame.meta)
+        super().__init__(caller, Operation(frame.kind), until)
+        self.ticket = frame.meta.get("ticket")
         self.cancelled: str | None = None
         self._pool = pool
         self._lock = threading.Lock()
@@ -240,12 +233,6 @@ class Callee:
             and NEEDS not in frame.meta
             and not names_code(frame.tree)
         )
-
-    def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
-        """Makes the execution of an incoming request, before `begin`."""
-        until = current.from_meta(frame.meta)
-        ticket = frame.meta.get("ticket")
-        return Execution(caller, frame.kind, until, ticket, self.agent.pool)
 
     def begin(self, execution: Execution) -> None:
         """Records an incoming request as outstanding."""
@@ -446,7 +433,7 @@ class ServedConnection:
             self._cancel(frame.id)
             return
         callee, pool = self._callee, self._agent.pool
-        execution = callee.execution_of(self._caller, frame)
+        execution = Execution(self._caller, frame, pool)
         callee.begin(execution)
         after = frame.meta.get(AFTER)
         # Looked up before this one is noted: a peer could name the request itself.

@@ -11,8 +11,8 @@ from jdist.autograd.contexts import here
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from jdist.autograd.optimizer.owned_optimizer import OwnedOptimizer
 from jdist.rpc.base import current
-from jdist.rpc.base.current import NEVER
 from jdist.rpc.calls.callee import Execution
+from jdist.rpc.wire.frame import Frame
 from tests.autograd import optimizer_cases as cases
 from tests.rpc.rref.common import close_gate, gate, settle, wait_for
 
@@ -185,7 +185,8 @@ def test_a_step_whose_caller_is_gone():
         context.accumulate({variable: cases.numbers(2)})
         scope = current.scope.get()
         agent = scope.agent
-        execution = Execution(agent.info, "optimizer.step", NEVER, None, agent.pool)
+        frame = Frame("optimizer.step", 1, {}, None, [])
+        execution = Execution(agent.info, frame, agent.pool)
         execution.cancel("'worker7' is gone")
         token = current.scope.set(replace(scope, execution=execution))
         try:

@@ -307,7 +307,8 @@ def test_a_fetch_that_is_given_up_does_not_wait_for_the_creation():
 def test_nothing_follows_a_call_whose_thread_is_done():
     with rpc.use_worker("worker1"):
         agent = current.worker()
-        execution = Execution(agent.info, "call", NEVER, None, agent.pool)
+        frame = Frame("call", 1, {}, None, [])
+        execution = Execution(agent.info, frame, agent.pool)
     served_next = []
     assert execution.follow(lambda: served_next.append(1))
     for serve in execution.followed():
