@@ -242,10 +242,10 @@ class Agent(CallingWorker):
 
     def peer(self, record: PeerRecord) -> Peer:
         """Makes the peer of a worker; its connections are opened on demand."""
-        info, transport_name, address = record
-        if info == self.info:
-            return Peer(info, info.name, None, self._loopback, self.pool)
-        return Peer(info, transport_name, address, self._transport, self.pool)
+        if record.info == self.info:
+            own = PeerRecord(record.info, record.info.name, None)
+            return Peer(own, self._loopback, self.pool)
+        return Peer(record, self._transport, self.pool)
 
     def drop_peer(self, peer: Peer, reason: str) -> None:
         """Ends calls to and from a worker that has gone."""

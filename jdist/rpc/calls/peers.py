@@ -16,7 +16,7 @@ from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
@@ -53,27 +53,18 @@ class Peer:
     """Another worker, and the connections to it.
 
     Args:
-      info: The other worker.
-      transport_name: The name that its transport proves, see `PeerRecord`.
-      address: Where it listens, for `transport`.
+      record: The other worker, and where it listens, for `transport`.
       transport: Connects to it.
       pool: Runs the reader of the shared connection.
     """
 
     def __init__(
-        self,
-        info: WorkerInfo,
-        transport_name: str,
-        address: Any,
-        transport: Transport,
-        pool: ThreadPool,
+        self, record: PeerRecord, transport: Transport, pool: ThreadPool
     ) -> None:
-        self.info = info
-        self.transport_name = transport_name
+        self.info, self.transport_name, self._address = record
         self.asking = InterruptSafeLock()
         self.shared: SharedConnection | None = None
         self.departed: str | None = None
-        self._address = address
         self._transport = transport
         self._pool = pool
         self._idle: list[PooledConnection] = []

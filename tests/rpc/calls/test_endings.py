@@ -73,7 +73,7 @@ def pool():
 
 @pytest.fixture
 def peer(pool):
-    return Peer(INFO, "worker1", None, Transport(), pool)
+    return Peer(PeerRecord(INFO, "worker1", None), Transport(), pool)
 
 
 REQUEST = ("call", {}, None, [])
