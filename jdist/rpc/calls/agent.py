@@ -30,12 +30,12 @@ from jdist.rpc.calls.callee import (
 from jdist.rpc.calls.outstanding_calls import (
     AsyncCall,
     CallingWorker,
+    Contents,
     Outgoing,
     SyncCall,
 )
 from jdist.rpc.calls.peers import Directory, Peer
 from jdist.rpc.codec.codec import MessageContext
-from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
@@ -145,10 +145,6 @@ class ExtensionState(dict[str, Any]):
         """Counts of all packages, for `rpc.debug_info`."""
         counting = (getattr(part, "counts", None) for part in self.values())
         return {key: n for counts in counting if counts for key, n in counts().items()}
-
-
-Contents = tuple[str, Meta, Tree, list[Any]]
-"""Kind, metadata, tree and leaves of a request that has no number yet."""
 
 
 class Agent(CallingWorker):
@@ -339,7 +335,7 @@ class Agent(CallingWorker):
         if scope is not None and scope.reading:
             current.check_may_wait()
         execution = None if scope is None else scope.execution
-        waiting = SyncCall(peer, outgoing.deadline, outgoing.operation, execution)
+        waiting = SyncCall(outgoing, execution)
         try:
             try:
                 self.outstanding.send(waiting)
@@ -442,7 +438,7 @@ class Agent(CallingWorker):
         if shared is None or shared.closed is not None:
             return False
         try:
-            request.submit(shared, *contents)
+            request.submit(shared, contents)
         except NotSent:
             return False
         self.alarm.set(request.deadline.at)

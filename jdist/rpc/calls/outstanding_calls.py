@@ -228,6 +228,9 @@ class Outgoing(msgspec.Struct, frozen=True):
     after: Submitted | None = None
 
 
+Contents = tuple[str, Meta, Tree, list[Any]]
+"""Kind, metadata, tree and leaves of a request that has no number yet."""
+
 # --- what calls need of their worker ---
 
 
@@ -365,21 +368,16 @@ class CallingWorker:
 class SyncCall(CallUnderWay):
     """A synchronous call: a thread waits on a pooled connection.
 
-    Attributes:
+    Args:
+      outgoing: The request.
       execution: The call within which it is made, if there is one.
     """
 
     __slots__ = ("_peer", "answer", "connection", "execution", "given_up", "take_back")
 
-    def __init__(
-        self,
-        peer: Peer,
-        deadline: Deadline,
-        operation: Operation,
-        execution: RunningCall | None = None,
-    ) -> None:
-        super().__init__(peer.info, operation, deadline)
-        self._peer = peer
+    def __init__(self, outgoing: Outgoing, execution: RunningCall | None) -> None:
+        super().__init__(outgoing.peer.info, outgoing.operation, outgoing.deadline)
+        self._peer = outgoing.peer
         self.execution = execution
         self.connection: PooledConnection | None = None
         self.answer: Frame | None = None
@@ -472,19 +470,13 @@ class AsyncCall(CallUnderWay):
         """Whether its answer came, so that only callbacks still run."""
         return self.future.done()
 
-    def submit(
-        self,
-        shared: SharedConnection,
-        kind: str,
-        meta: Meta,
-        tree: Tree,
-        leaves: list[Any],
-    ) -> None:
+    def submit(self, shared: SharedConnection, contents: Contents) -> None:
         """Sends the request; exactly one of the three methods below is then called.
 
         Raises:
           ValueError: The frame is beyond the limits.
         """
+        kind, meta, tree, leaves = contents
         after = self._after
         # On another connection that number is another request's.
         if after is not None and after.shared is shared:

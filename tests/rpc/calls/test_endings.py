@@ -12,7 +12,7 @@ from jdist.rpc.base.current import NEVER, Deadline, Operation
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
-from jdist.rpc.calls.outstanding_calls import SyncCall
+from jdist.rpc.calls.outstanding_calls import Outgoing, SyncCall
 from jdist.rpc.calls.peers import Peer
 from jdist.rpc.group import lifecycle, termination
 from jdist.rpc.group.coordinator import Coordinator
@@ -80,7 +80,7 @@ REQUEST = ("call", {}, None, [])
 
 
 def call(peer):
-    return SyncCall(peer, NEVER, Operation("test"))
+    return SyncCall(Outgoing(peer, "test", None, {}, NEVER, Operation("test")), None)
 
 
 def test_a_call_that_is_given_up_late_closes_no_other_calls_connection(peer):
