@@ -8,7 +8,6 @@ Batches arrive in any order.
 
 import collections
 import contextvars
-import functools
 import itertools
 import logging
 import threading
@@ -103,7 +102,26 @@ class ReliableDelivery:
             block.
           inline: Whether `unpack` and `handler` never wait; see `Agent.register`.
         """
-        read = functools.partial(self._read, unpack, handler, inline)
+
+        def read(sender: WorkerInfo, body: Any, meta: Meta) -> Any:
+            number, low_water_mark, rows = _batch_in(body)
+            messages = [unpack(row) for row in rows]
+            with self._lock:
+                inbox = self._inboxes[incarnation_of(sender)]
+            with inbox.lock:
+                # A repetition gets the first answers, which the sender may have missed.
+                if not inbox.window.take(number, low_water_mark):
+                    return _answer(inbox.answers.get(number, [None] * len(messages)))
+                inbox.prune(low_water_mark)
+                answers, react = handler(sender, messages)
+                inbox.answers[number] = answers
+            # Outside of the lock: it may block, and a repetition must not.
+            if react is not None and inline:
+                self._agent.pool.run(react)
+            elif react is not None:
+                react()
+            return _answer(answers)
+
         self._agent.register(kind, read, inline=inline)
 
     def send(
@@ -233,37 +251,6 @@ class ReliableDelivery:
             if message.answered is not None:
                 message.answered(answer)
 
-    # --- receiving ---
-
-    def _read(
-        self,
-        unpack: Callable[[Any], Any],
-        handler: Handler,
-        inline: bool,
-        sender: WorkerInfo,
-        body: Any,
-        meta: Meta,
-    ) -> Any:
-        if type(body) is not tuple or [type(part) for part in body] != [int, int, list]:
-            raise ProtocolError("A batch has a number, a low-water mark and messages.")
-        number, low_water_mark, rows = body
-        messages = [unpack(row) for row in rows]
-        with self._lock:
-            inbox = self._inboxes[incarnation_of(sender)]
-        with inbox.lock:
-            # A repetition gets the first answers, which the sender may have missed.
-            if not inbox.window.take(number, low_water_mark):
-                return _answer(inbox.answers.get(number, [None] * len(messages)))
-            inbox.prune(low_water_mark)
-            answers, react = handler(sender, messages)
-            inbox.answers[number] = answers
-        # Outside of the lock: it may block, and a repetition must not.
-        if react is not None and inline:
-            self._agent.pool.run(react)
-        elif react is not None:
-            react()
-        return _answer(answers)
-
 
 class _Outbox:
     """Messages to one worker: waiting ones, and batches without an answer."""
@@ -307,6 +294,13 @@ class _Inbox:
         """Forgets answers below the low-water mark, which the sender has."""
         for number in [number for number in self.answers if number < low_water_mark]:
             del self.answers[number]
+
+
+def _batch_in(body: Any) -> tuple[int, int, list[Any]]:
+    """Checks the body of a request that brings a batch."""
+    if type(body) is not tuple or [type(part) for part in body] != [int, int, list]:
+        raise ProtocolError("A batch has a number, a low-water mark and messages.")
+    return body
 
 
 def _matching(answers: Any, batch: _Batch) -> Sequence[Any]:
