@@ -130,17 +130,6 @@ def resolved(
     """
     if settings is None:
         return ResolvedSettings({}, False, cores)
-    wanted = _variables(settings, cores, nprocs, environment)
-    own = {name: value for name, value in wanted.items() if name not in environment}
-    return ResolvedSettings(own, settings.batch_scheduling, cores)
-
-
-def _variables(
-    settings: ProcessSettings,
-    cores: tuple[int, ...],
-    nprocs: int,
-    environment: Mapping[str, str],
-) -> dict[str, str]:
     usable = len(cores) or max(1, len(available_cores()) // nprocs)
     found = dict.fromkeys(_LIBRARY_THREADS, str(usable))
     if _glibc():
@@ -159,7 +148,8 @@ def _variables(
         with contextlib.suppress(OSError):
             folder = compilation_cache.default_folder(environment)
             found |= compilation_cache.prepared(folder)
-    return found
+    own = {name: value for name, value in found.items() if name not in environment}
+    return ResolvedSettings(own, settings.batch_scheduling, cores)
 
 
 def _kernel_has_large_pages() -> bool:
