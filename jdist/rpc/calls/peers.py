@@ -299,14 +299,7 @@ class Directory:
         peer = self._by_transport.get(transport_name)
         return None if peer is None or peer.departed is not None else peer.info
 
-    def departed(self, name: str) -> str | None:
-        """The reason why a worker is gone, or None."""
-        peer = self._by_name.get(name)
-        return None if peer is None else peer.departed
-
     def _look_up(self, to: Any) -> Peer | None:
-        if type(to) is str:
-            return self._by_name.get(to)
         if type(to) is WorkerInfo:
             of_name = self._by_name.get(to.name)
             incarnation = to.incarnation
@@ -334,6 +327,3 @@ class Directory:
         if peer in self._coming:
             self._coming.remove(peer)
             self._changed.notify_all()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
