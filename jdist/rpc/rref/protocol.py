@@ -26,6 +26,7 @@ that it had given and that were not counted yet may find the value freed.
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from jdist.rpc.rref.messages import (
 )
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class UserFork:
     """One fork of this worker.
 
@@ -60,25 +62,14 @@ class UserFork:
       children: Number of forks made of it that are not counted yet.
     """
 
-    __slots__ = (
-        "children", "counted", "dropped", "failed", "fork", "giver", "owner", "rref",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        owner: int,
-        rref: GloballyUniqueId,
-        fork: GloballyUniqueId,
-        giver: int | None,
-    ) -> None:
-        self.owner = owner
-        self.rref = rref
-        self.fork = fork
-        self.giver = giver
-        self.counted = False
-        self.failed: str | None = None
-        self.dropped = False
-        self.children = 0
+    owner: int
+    rref: GloballyUniqueId
+    fork: GloballyUniqueId
+    giver: int | None
+    counted: bool = False
+    failed: str | None = None
+    dropped: bool = False
+    children: int = 0
 
     @property
     def pending(self) -> bool:
@@ -145,6 +136,7 @@ class Unacknowledged:
 # --- the owner's side: its values, and the forks that keep them ---
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class OwnedEntry:
     """One value that other workers hold.
 
@@ -154,12 +146,9 @@ class OwnedEntry:
       holders: Incarnation of the holder of each fork that is counted.
     """
 
-    __slots__ = ("created", "holders", "owner_value")
-
-    def __init__(self, owner_value: Any, created: bool) -> None:
-        self.owner_value = owner_value
-        self.created = created
-        self.holders: dict[GloballyUniqueId, int] = {}
+    owner_value: Any
+    created: bool
+    holders: dict[GloballyUniqueId, int] = dataclasses.field(default_factory=dict)
 
 
 class Swept(NamedTuple):
