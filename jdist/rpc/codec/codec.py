@@ -57,18 +57,17 @@ from jdist.rpc.codec.remote_exception import describe, rebuild
 _NONE = Operation("")
 
 
+@dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
 class MessageContext:
     """Context of one call or answer, for the codec's hooks of registered types.
 
     The hooks fill it in; the caller of the codec reads it. Most messages need none of
     it, so an empty one is cheap: its lists are shared empty tuples.
 
-    Args:
+    Attributes:
       worker: The receiver of a message that is sent, the sender of one that came.
       meta: The message's metadata. Entries of encode hooks travel with it.
       operation: The call that a sent message belongs to.
-
-    Attributes:
       forks: The references that are sent in it.
       unsettled: Futures that must be complete before the decoded value may be used.
       crossing: State of a package built upon rpc, from the message's first value on.
@@ -76,25 +75,14 @@ class MessageContext:
         or on the callee. Of answers, when encoding one failed.
     """
 
-    __slots__ = (
-        "__weakref__", "crossing", "forks", "if_lost", "meta", "operation", "unsettled",
-        "worker",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        worker: WorkerInfo,
-        meta: Meta | None = None,
-        operation: Operation = _NONE,
-    ) -> None:
-        self.worker = worker
-        self.operation = operation
-        self.meta: Meta = {} if meta is None else meta
-        self.crossing: Any = None
-        # Shared empty tuples: most messages need none of the three.
-        self.forks: Sequence[GloballyUniqueId] = ()
-        self.unsettled: Sequence[Future[Any]] = ()
-        self.if_lost: Sequence[Callable[[], None]] = ()
+    worker: WorkerInfo
+    meta: Meta = dataclasses.field(default_factory=dict)
+    operation: Operation = _NONE
+    crossing: Any = None
+    # Shared empty tuples: most messages need none of the three.
+    forks: Sequence[GloballyUniqueId] = ()
+    unsettled: Sequence[Future[Any]] = ()
+    if_lost: Sequence[Callable[[], None]] = ()
 
 
 # --- one value being encoded, or one tree being decoded ---

@@ -7,6 +7,7 @@ or change that value, and the call, `train` and `eval` of Flax's own modules. No
 with a leading underscore, no attribute of the object's own, no property.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -54,23 +55,19 @@ class Referrer(Protocol):
         """The value; on its owner only."""
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Method(UnboundFunction):
     """The method `name` of the value that `rref` refers to.
 
-    Args:
+    Attributes:
       rref: The reference.
       name: Name of the method, or "__call__" for the value itself.
       functions: On the owner: what may be named.
     """
 
-    __slots__ = ("functions", "name", "rref")
-
-    def __init__(
-        self, rref: Referrer, name: str, functions: FunctionTable | None = None
-    ) -> None:
-        self.rref = rref
-        self.name = name
-        self.functions = functions
+    rref: Referrer
+    name: str
+    functions: FunctionTable | None = None
 
     def bound(self) -> Callable[..., Any]:
         """Returns the bound method, on the owner.
