@@ -48,24 +48,17 @@ class Ending:
         return self.code != 0
 
     @property
-    def signal(self) -> str | None:
-        """Name of the signal that killed it, if one did."""
-        if self.code >= 0:
-            return None
-        with suppress(ValueError):
-            return signal.Signals(-self.code).name
-        return f"signal {-self.code}"
-
-    @property
     def status(self) -> int:
         """The exit status in a shell's convention: 128 + the number of the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
         """A predicate to follow the process's name."""
-        if self.signal:
-            return f"was killed by {self.signal}"
-        return f"ended with exit code {self.code}"
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"was killed by signal {-self.code}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
