@@ -13,10 +13,10 @@ import contextvars
 import functools
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -420,8 +420,7 @@ class ServedConnection:
         self._on_closed = on_closed
         self._running: dict[int, Execution] = {}
         # Answers that bring references, until these have arrived.
-        self._bringing: weakref.WeakValueDictionary[int, Execution]
-        self._bringing = weakref.WeakValueDictionary()
+        self._bringing: WeakValueDictionary[int, Execution] = WeakValueDictionary()
 
     def read(self) -> None:
         """Serves requests until the channel closes, on this thread at first."""

@@ -25,8 +25,8 @@ dropped. A worker that goes takes its forks with it: the owner forgets them, and
 that it had given and that were not counted yet may find the value freed.
 """
 
-import collections
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -103,8 +103,7 @@ class Unacknowledged:
     """The forks in transit from one worker, by receiver."""
 
     def __init__(self) -> None:
-        self._to: collections.defaultdict[int, Unsettled[GivenFork]]
-        self._to = collections.defaultdict(Unsettled)
+        self._to: defaultdict[int, Unsettled[GivenFork]] = defaultdict(Unsettled)
 
     def __len__(self) -> int:
         return sum(map(len, self._to.values()))
@@ -178,8 +177,7 @@ class OwnedValues:
         self._me = me
         self._new_owner_value = new_owner_value
         self._entries: dict[GloballyUniqueId, OwnedEntry] = {}
-        self._creations: collections.defaultdict[int, DedupWindow]
-        self._creations = collections.defaultdict(DedupWindow)
+        self._creations: defaultdict[int, DedupWindow] = defaultdict(DedupWindow)
         self._gone: set[int] = set()
 
     def __len__(self) -> int:
@@ -332,10 +330,8 @@ class Protocol:
         self.owned = OwnedValues(me, new_owner_value)
         self.user_forks: dict[GloballyUniqueId, UserFork] = {}
         self.unacknowledged = Unacknowledged()
-        self._taken: collections.defaultdict[int, DedupWindow]
-        self._taken = collections.defaultdict(DedupWindow)
-        self._creating: collections.defaultdict[int, Unsettled[UserFork]]
-        self._creating = collections.defaultdict(Unsettled)
+        self._taken: defaultdict[int, DedupWindow] = defaultdict(DedupWindow)
+        self._creating: defaultdict[int, Unsettled[UserFork]] = defaultdict(Unsettled)
         self._gone: dict[int, str] = {}
 
     # --- creating ---

@@ -58,11 +58,6 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_asked", "_creation", "_handle", "_type")
 
-    _asked: Submitted | None
-    _handle: Handle
-    _creation: Future[None] | None
-    _type: Future[type] | None
-
     def __init__(self, value: T) -> None:
         references = references_of(current_agent())
         place: Future[T] = new_owner_value()
@@ -76,10 +71,10 @@ class RRef(Generic[T]):
         return made
 
     def _set(self, handle: Handle) -> None:
-        self._asked = None
+        self._asked: Submitted | None = None
         self._handle = handle
         self._creation = handle.creation
-        self._type = None
+        self._type: Future[type] | None = None
         if handle.user_fork is not None:
             handle.references.drop_with(self, handle.user_fork)
 

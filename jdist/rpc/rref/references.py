@@ -1,9 +1,9 @@
 """One worker's references: runs the protocol's events, effects and waits."""
 
-import collections
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,11 +102,10 @@ class References:
         self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
         self._watched: dict[GloballyUniqueId, object] = {}
-        self._unused: collections.deque[UserFork] = collections.deque()
+        self._unused: deque[UserFork] = deque()
         self._gathering_until = 0.0
         # Effects of events that no thread has begun to perform.
-        self._due: collections.deque[tuple[Effects, Exception | None]]
-        self._due = collections.deque()
+        self._due: deque[tuple[Effects, Exception | None]] = deque()
         self._performing = 0
         self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():

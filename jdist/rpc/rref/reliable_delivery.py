@@ -6,11 +6,11 @@ receiver that has handled a batch before answers it with the answers that it gav
 Batches arrive in any order.
 """
 
-import collections
 import contextvars
 import itertools
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,10 +80,8 @@ class ReliableDelivery:
         self.patience = _FIRST_PATIENCE
         self._agent = agent
         self._lock = threading.Lock()
-        self._outboxes: collections.defaultdict[int, _Outbox]
-        self._outboxes = collections.defaultdict(_Outbox)
-        self._inboxes: collections.defaultdict[int, _Inbox]
-        self._inboxes = collections.defaultdict(_Inbox)
+        self._outboxes: defaultdict[int, _Outbox] = defaultdict(_Outbox)
+        self._inboxes: defaultdict[int, _Inbox] = defaultdict(_Inbox)
 
     def handle(
         self,
