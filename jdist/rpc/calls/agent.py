@@ -188,7 +188,6 @@ class Agent(CallingWorker):
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, ServedConnection] = {}
-        self._watched: list[SharedConnection] = []
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
         for way in (self._loopback, transport):
@@ -263,10 +262,6 @@ class Agent(CallingWorker):
         # On the pool: what they complete has users' functions for callbacks.
         self.pool.run(lambda: self.references.gone(peer.info, reason))
         self.extension_state.gone(peer.info, reason)
-
-    def watch(self, shared: SharedConnection) -> None:
-        """Enforces the deadlines of a shared connection that leads to no worker."""
-        self._watched.append(shared)
 
     # --- calling ---
 
@@ -505,7 +500,7 @@ class Agent(CallingWorker):
 
     def _expire(self, now: float) -> float | None:
         peers = self.directory.present()
-        connections = [*self._watched, *(peer.shared for peer in peers)]
+        connections = [peer.shared for peer in peers]
         moments = [shared.expire(now) for shared in connections if shared is not None]
         moments += [peer.expire(now) for peer in peers]
         return min((at for at in moments if at is not None), default=None)

@@ -85,7 +85,7 @@ class CoordinatorClient:
         self._heard = time.monotonic()
         self._pace: Pace | None = None
         self._shared = SharedConnection(channel, agent.pool, self._pushed, self._closed)
-        agent.watch(self._shared)
+        self._alarm = agent.timer.alarm(self._shared.expire)
 
     # --- joining and leaving ---
 
@@ -335,7 +335,7 @@ class CoordinatorClient:
             self._shared.submit(asked, kind, meta, *body)
         except NotSent as error:
             run_all(asked.disconnected(str(error)))
-        self._agent.alarm.set(late.at)
+        self._alarm.set(late.at)
         return asked.future
 
     def unreachable(self, purpose: str, reason: str) -> RpcError:
