@@ -132,6 +132,38 @@ class Unacknowledged:
         return self._to.pop(receiver, Unsettled()).clear()
 
 
+# --- effects ---
+
+
+class Send(NamedTuple):
+    """Effect: deliver `message` to the worker of incarnation `to`, exactly once."""
+
+    to: int
+    message: Message
+
+
+class Settled(NamedTuple):
+    """Effect: end the waits for this fork to be counted; see `failed`."""
+
+    user_fork: UserFork
+
+
+class Never(NamedTuple):
+    """Effect: fail the waits for this value, for this reason."""
+
+    owner_value: Any
+    reason: str
+
+
+class Freed(NamedTuple):
+    """Effect: release this value."""
+
+    owner_value: Any
+
+
+Effects = list[Send | Settled | Never | Freed]
+
+
 # --- the owner's side: its values, and the forks that keep them ---
 
 
@@ -148,18 +180,6 @@ class OwnedEntry:
     owner_value: Any
     created: bool
     holders: dict[GloballyUniqueId, int] = dataclasses.field(default_factory=dict)
-
-
-class Swept(NamedTuple):
-    """Consequences of discounting all forks of a worker.
-
-    Attributes:
-      freed: Values without a holder.
-      orphans: Values that the worker would have created.
-    """
-
-    freed: list[Any]
-    orphans: list[Any]
 
 
 class OwnedValues:
@@ -233,19 +253,19 @@ class OwnedValues:
 
     def discount(
         self, rref: GloballyUniqueId, fork: GloballyUniqueId, holder: int
-    ) -> Any:
-        """Discounts a fork; returns the value's place if it was the last, else None."""
+    ) -> Effects:
+        """Discounts a fork; frees the value if it was the last."""
         entry = self._entries.get(rref)
         # Only its holder may drop a fork; a peer could name any.
         if entry is None or entry.holders.get(fork) != holder:
-            return None
+            return []
         del entry.holders[fork]
         return self._free(rref, entry)
 
-    def sweep(self, holder: int) -> Swept:
+    def sweep(self, holder: int, reason: str) -> Effects:
         """Discounts all forks of the departed worker `holder`."""
         self._gone.add(holder)
-        swept = Swept([], [])
+        effects: Effects = []
         for rref, entry in list(self._entries.items()):
             for fork in [f for f, one in entry.holders.items() if one == holder]:
                 del entry.holders[fork]
@@ -253,12 +273,10 @@ class OwnedValues:
             # entry alive.
             if not entry.created and rref.created_on == holder:
                 entry.created = True
-                swept.orphans.append(entry.owner_value)
-            freed = self._free(rref, entry)
-            if freed is not None:
-                swept.freed.append(freed)
+                effects.append(Never(entry.owner_value, reason))
+            effects += self._free(rref, entry)
         self._creations.pop(holder, None)
-        return swept
+        return effects
 
     def _enter(
         self, rref: GloballyUniqueId, owner_value: Any, created: bool
@@ -274,43 +292,11 @@ class OwnedValues:
             return False
         return not self._creations[creator].seen(rref.local_id)
 
-    def _free(self, rref: GloballyUniqueId, entry: OwnedEntry) -> Any:
+    def _free(self, rref: GloballyUniqueId, entry: OwnedEntry) -> Effects:
         if entry.holders or not entry.created:
-            return None
+            return []
         del self._entries[rref]
-        return entry.owner_value
-
-
-# --- effects ---
-
-
-class Send(NamedTuple):
-    """Effect: deliver `message` to the worker of incarnation `to`, exactly once."""
-
-    to: int
-    message: Message
-
-
-class Settled(NamedTuple):
-    """Effect: end the waits for this fork to be counted; see `failed`."""
-
-    user_fork: UserFork
-
-
-class Never(NamedTuple):
-    """Effect: fail the waits for this value, for this reason."""
-
-    owner_value: Any
-    reason: str
-
-
-class Freed(NamedTuple):
-    """Effect: release this value."""
-
-    owner_value: Any
-
-
-Effects = list[Send | Settled | Never | Freed]
+        return [Freed(entry.owner_value)]
 
 
 class Protocol:
@@ -509,8 +495,7 @@ class Protocol:
 
     def on_delete(self, holder: int, message: Delete) -> Effects:
         """Handles a holder's dropped fork."""
-        owner_value = self.owned.discount(message.rref, message.fork, holder)
-        return [] if owner_value is None else [Freed(owner_value)]
+        return self.owned.discount(message.rref, message.fork, holder)
 
     def counted(self, fork: GloballyUniqueId) -> Effects:
         """Handles the owner's answer to `Fork` or `Abort`: it counts the fork."""
@@ -530,9 +515,7 @@ class Protocol:
         # Its incarnation never comes again, so nothing of it needs deduplication.
         self._taken.pop(worker, None)
         self._creating.pop(worker, None)
-        swept = self.owned.sweep(worker)
-        effects: Effects = [Never(owner_value, reason) for owner_value in swept.orphans]
-        effects += [Freed(owner_value) for owner_value in swept.freed]
+        effects = self.owned.sweep(worker, reason)
         for given in self.unacknowledged.sweep(worker):
             effects += self._returned(given)
         for user_fork in list(self.user_forks.values()):
@@ -563,8 +546,7 @@ class Protocol:
         if given.parent is not None:
             given.parent.children -= 1
             return self._drop_if_over(given.parent)
-        owner_value = self.owned.discount(given.rref, given.fork, given.receiver)
-        return [] if owner_value is None else [Freed(owner_value)]
+        return self.owned.discount(given.rref, given.fork, given.receiver)
 
     def _counted(self, user_fork: UserFork) -> Effects:
         if not user_fork.pending:
