@@ -78,7 +78,7 @@ class Future(Generic[T]):
         if not self._done:
             # No default of its own: the call that it is the result of has a timeout.
             limit = resolve(timeout, 0, current.deadline())
-            if not self._sleep(limit.at):
+            if not await_done(self, limit.at):
                 raise RpcTimeout(f"{exceeded(limit)} while waiting for a future.")
         return self.value()
 
@@ -172,31 +172,7 @@ class Future(Generic[T]):
         context = contextvars.copy_context()
         if self._home is not None and current.scope.get() is None:
             context.run(current.scope.set, self._home)
-        self._call_when_done(lambda: context.run(run))
-
-    def _call_when_done(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._done:
-                if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def _sleep(self, until: float | None) -> bool:
-        """Blocks until completed; returns False if `until` passed first."""
-        current.check_may_wait()
-        # Not an event: those are written in Python, and an interrupt breaks them.
-        waiter = threading.Lock()
-        waiter.acquire()
-        if watch(self, waiter.release):
-            return True
-        seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
-        if waiter.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            return True
-        # It may have been completed between the timeout and this.
-        unwatch(self, waiter.release)
-        return self._done
+        call_when_done(self, lambda: context.run(run))
 
 
 # Functions, not methods: `dir(future)` shows users what is theirs.
@@ -274,12 +250,29 @@ def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
 
 def await_done(future: Future[Any], until: float | None) -> bool:
     """Blocks until completed; returns False if `until` passes first."""
-    return future._sleep(until)
+    current.check_may_wait()
+    # Not an event: those are written in Python, and an interrupt breaks them.
+    waiter = threading.Lock()
+    waiter.acquire()
+    if watch(future, waiter.release):
+        return True
+    seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
+    if waiter.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+        return True
+    # It may have been completed between the timeout and this.
+    unwatch(future, waiter.release)
+    return future._done
 
 
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
     """Runs `callback` on completion, outside of any context; it may block."""
-    future._call_when_done(callback)
+    with future._lock:
+        if not future._done:
+            if future._callbacks is None:
+                future._callbacks = []
+            future._callbacks.append(callback)
+            return
+    callback()
 
 
 def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:

@@ -7,7 +7,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.future import watch
+from jdist.rpc.base.future import await_done, watch
 from tests.rpc.sockets import interrupted_in
 
 PATIENCE = 60
@@ -238,7 +238,7 @@ def interrupted_wait(to):
     stuck = rpc.rpc_async(to, pass_gate, args=("awaited", 1))
     shared = current.worker().directory.find(to).shared
     with (
-        interrupted_in(rpc.Future._sleep),
+        interrupted_in(await_done),
         pytest.raises(KeyboardInterrupt, match=r"^$"),
     ):
         stuck.wait(PATIENCE)
