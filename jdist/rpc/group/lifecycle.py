@@ -195,7 +195,7 @@ def join(request: JoinRequest, functions: FunctionTable) -> Agent:
     try:
         at = request.coordinator if coordinator is None else coordinator.address
         transport = _own_transport(request)
-        agent = make_agent(request.info, transport, functions, request.options)
+        agent = prepared(Agent(request.info, transport, functions, request.options))
         group = _meet(agent, transport, request, at)
         group.coordinator = coordinator
         device_maps.exchange(agent)
@@ -228,14 +228,8 @@ def make_coordinator(
     return Coordinator(transport, membership, options, beats)
 
 
-def make_agent(
-    info: WorkerInfo,
-    transport: Transport,
-    functions: FunctionTable,
-    options: RpcOptions,
-) -> Agent:
-    """Creates a worker that can be called once it belongs to a group."""
-    agent = Agent(info, transport, functions, options)
+def prepared(agent: Agent) -> Agent:
+    """Returns a new worker, which can be called once it belongs to a group."""
     function_calls.install(agent)
     debug.install(agent)
     termination.install(agent)

@@ -25,8 +25,8 @@ from jdist.rpc.group.coordinator import NAME
 from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
 from jdist.rpc.group.lifecycle import (
     leave,
-    make_agent,
     make_coordinator,
+    prepared,
     transport_name,
 )
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
@@ -197,7 +197,7 @@ class _Meeting:
         name = transport_name(info.name, self._world_size)
         transport = InProcessTransport(name, self._hub, device)
         options = dataclasses.replace(options, device=device)
-        agent = make_agent(info, transport, functions, options)
+        agent = prepared(Agent(info, transport, functions, options))
         agent.group = CoordinatorClient(agent, self._at.connect_from(name), beats=False)
         seconds = options.join_timeout
         return agent, agent.group.join(info.id, self._world_size, seconds)
