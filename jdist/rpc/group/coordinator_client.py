@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from jdist._errors import type_error, value_error
 from jdist.rpc.base import current
-from jdist.rpc.base.current import NEVER, Deadline, resolve
+from jdist.rpc.base.current import NEVER, Deadline, Meta, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import (
     Future,
@@ -38,6 +38,9 @@ from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 Lost = Callable[[str, str], None]
 """`lost(name, reason)`: a worker was lost, and how that was noticed."""
+
+_Body = tuple[Any, list[Any]]
+"""Tree and leaves of a value."""
 
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
@@ -171,7 +174,7 @@ class CoordinatorClient:
         taking_part = self._check_names(operation, names)
         enclosing = current.deadline()
         limit = NEVER
-        body: tuple[Any, list[Any]] = (None, [])
+        body: _Body = (None, [])
         refused: Exception | None = None
         try:
             limit = resolve(timeout, self._agent.default_timeout, enclosing)
@@ -202,11 +205,8 @@ class CoordinatorClient:
 
         Does not wait for them. A worker that comes late gets the error as well.
         """
-        meta = {
-            "names": self._check_names(operation, names),
-            "operation": operation,
-            "tag": tag,
-        }
+        taking_part = self._check_names(operation, names)
+        meta = {"names": taking_part, "operation": operation, "tag": tag}
         try:
             self._come(meta, (None, []), NEVER, error)
         except BaseException as raised:
@@ -215,11 +215,7 @@ class CoordinatorClient:
                 raise
 
     def _come(
-        self,
-        meta: dict[str, Any],
-        body: tuple[Any, list[Any]],
-        limit: Deadline,
-        refused: BaseException | None,
+        self, meta: Meta, body: _Body, limit: Deadline, refused: BaseException | None
     ) -> Future[Frame]:
         """Sends this worker's contribution to the next collective, or its refusal.
 
@@ -316,18 +312,13 @@ class CoordinatorClient:
         return gathered
 
     def _ask(
-        self, kind: str, meta: dict[str, Any], timeout: float, purpose: str
+        self, kind: str, meta: Meta, timeout: float, purpose: str
     ) -> Future[Frame]:
         limit = resolve(timeout, 0.0, current.deadline())
         return self._ask_until(limit, kind, meta, (None, []), purpose)
 
     def _ask_until(
-        self,
-        limit: Deadline,
-        kind: str,
-        meta: dict[str, Any],
-        body: tuple[Any, list[Any]],
-        purpose: str,
+        self, limit: Deadline, kind: str, meta: Meta, body: _Body, purpose: str
     ) -> Future[Frame]:
         late = limit if limit.at is None else replace(limit, at=limit.at + _GRACE)
         asked = _Asked(self, purpose, late)
@@ -418,7 +409,7 @@ class CoordinatorClient:
             if self.elastic and frame.kind == "group.left":
                 self._reply("group.noted", {"incarnation": meta["incarnation"]})
 
-    def _reply(self, kind: str, meta: dict[str, Any]) -> None:
+    def _reply(self, kind: str, meta: Meta) -> None:
         """Answers the coordinator, on a thread of the pool."""
         # Not on the reading thread: sending may wait for the peer to read, and then
         # neither side would read.

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist.rpc.base.current import Deadline
+from jdist.rpc.base.current import Deadline, Meta
 from jdist.rpc.base.errors import RpcError, WorkerLost
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
@@ -94,7 +94,7 @@ def wait_until_idle(agent: Agent, deadline: Deadline, check: Callable[[], None])
 def install(agent: Agent) -> None:
     """Registers the handler that answers other workers' `_OneSidedCalls`."""
 
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> list[int]:
+    def answer(caller: WorkerInfo, body: Any, meta: Meta) -> list[int]:
         return [
             sum(entry.peer == caller.name for entry in entries)
             for entries in _endless(agent)
