@@ -151,6 +151,7 @@ class SocketTransport:
         self._silent = SilentConnections()
         self._threads = ThreadPool(f"{name} reads", 1)
         self._accepting: threading.Thread | None = None
+        self._on_channel: Callable[[Channel], None]  # from `serve` on
         self._closed = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._full = False
@@ -273,11 +274,9 @@ class SocketTransport:
         """Begins to accept; see `Transport.serve`."""
         if self._closed.is_set():
             return
+        self._on_channel = on_channel
         thread = threading.Thread(
-            target=self._accept,
-            args=(on_channel,),
-            name=f"{self._me.name} listens",
-            daemon=True,
+            target=self._accept, name=f"{self._me.name} listens", daemon=True
         )
         thread.start()
         self._accepting = thread
@@ -314,7 +313,7 @@ class SocketTransport:
         if self._pool is not None:
             self._pool.close()
 
-    def _accept(self, on_channel: Callable[[Channel], None]) -> None:
+    def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
             for source in (*self._listener.sockets, self._woken):
                 selector.register(source, selectors.EVENT_READ)
@@ -322,11 +321,9 @@ class SocketTransport:
                 for ready, _ in selector.select():
                     if ready.fileobj is not self._woken:
                         assert isinstance(ready.fileobj, socket.socket)
-                        self._accept_from(ready.fileobj, on_channel)
+                        self._accept_from(ready.fileobj)
 
-    def _accept_from(
-        self, listening: socket.socket, on_channel: Callable[[Channel], None]
-    ) -> None:
+    def _accept_from(self, listening: socket.socket) -> None:
         try:
             sock, _ = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -336,7 +333,7 @@ class SocketTransport:
             return
         self._full = False
         try:
-            self._welcome(sock, on_channel)
+            self._welcome(sock)
         except OSError:
             self._refuse(sock)  # it was gone before the handshake
 
@@ -364,9 +361,7 @@ class SocketTransport:
         finally:
             self._spare = _spare_descriptor()
 
-    def _welcome(
-        self, sock: socket.socket, on_channel: Callable[[Channel], None]
-    ) -> None:
+    def _welcome(self, sock: socket.socket) -> None:
         if is_unix(sock) and not same_user(sock):
             self._refuse(sock)
             return
@@ -381,9 +376,7 @@ class SocketTransport:
                     self._room.wait(left)
             self._strangers[stream] = time.monotonic()
         try:
-            self._threads.start(
-                functools.partial(self._serve, stream, is_unix(sock), on_channel)
-            )
+            self._threads.start(functools.partial(self._serve, stream, is_unix(sock)))
         except RuntimeError:  # no more threads
             with contextlib.suppress(OSError):  # it is gone
                 handshake.refuse(sock)
@@ -407,9 +400,7 @@ class SocketTransport:
             stream.close()
             self._room.notify()
 
-    def _serve(
-        self, stream: Stream, local: bool, on_channel: Callable[[Channel], None]
-    ) -> None:
+    def _serve(self, stream: Stream, local: bool) -> None:
         deadline = time.monotonic() + self.handshake_seconds
         try:
             origin = "this machine" if local else stream.peer_host()
@@ -428,7 +419,7 @@ class SocketTransport:
             self._room.notify()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(connection.close, "its serving thread failed")
-            on_channel(connection)
+            self._on_channel(connection)
             on_failure.pop_all()
 
     def _accepted(self, stream: Stream, local: bool, deadline: float) -> Connection:
