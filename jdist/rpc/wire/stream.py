@@ -141,6 +141,9 @@ class Polling:
 
 # --- streams ---
 
+Pieces = Sequence[bytes | memoryview]
+"""Bytes and byte views, which are sent in order."""
+
 
 class CutOff(TimeoutError):
     """The deadline passed after a part had been sent; the stream is unusable."""
@@ -252,15 +255,12 @@ class Stream:
             raise ChannelClosed("its connection closed") from error
 
     def send(
-        self,
-        pieces: Sequence[bytes | memoryview],
-        deadline: float | None,
-        descriptors: Sequence[int] = (),
+        self, pieces: Pieces, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
         """Sends all pieces in order, in one system call if the peer keeps up.
 
         Args:
-          pieces: Bytes and byte views.
+          pieces: See `Pieces`.
           deadline: In `time.monotonic()` seconds; None waits for ever.
           descriptors: Open files that go with the first byte, at most
             MOST_DESCRIPTORS of them. Unix sockets only.
@@ -362,9 +362,7 @@ class Stream:
             raise ProtocolError(f"more than {MOST_DESCRIPTORS} memory descriptors came")
         return got
 
-    def _send_some(
-        self, pieces: Sequence[bytes | memoryview], descriptors: Sequence[int]
-    ) -> int:
+    def _send_some(self, pieces: Pieces, descriptors: Sequence[int]) -> int:
         if descriptors:
             passed = array.array("i", descriptors)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
@@ -395,7 +393,7 @@ def _keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
+def _rest(pieces: Pieces, sent: int) -> list[bytes | memoryview]:
     """Drop the first `sent` bytes of the pieces, and empty pieces."""
     rest: list[bytes | memoryview] = []
     for piece in pieces:

@@ -23,7 +23,7 @@ from pathlib import Path
 from jdist._errors import Unavailable, check_type, extra
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
-from jdist.rpc.wire.stream import CutOff, Stream
+from jdist.rpc.wire.stream import CutOff, Pieces, Stream
 
 FIRST_BYTE = b"\x16"
 """First byte of a TLS connection; jdist's own handshake begins with a "j"."""
@@ -165,10 +165,7 @@ class TlsStream:
             return int(got)
 
     def send(
-        self,
-        pieces: Sequence[bytes | memoryview],
-        deadline: float | None,
-        descriptors: Sequence[int] = (),
+        self, pieces: Pieces, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
         """Encrypts and sends all pieces in order; see `Stream.send`."""
         begun = False
