@@ -49,13 +49,9 @@ def over_replicas(
     # are the same on all replicas.
     mapped = jax.vmap(on_replica, in_axes=takes, axis_name=axis)
 
-    def divided(x: jax.Array) -> jax.Array:
-        # The rows counted, not -1, which no array without elements determines.
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
-
     def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
         given = (
-            tree if kind is None else jax.tree.map(divided, tree)
+            tree if kind is None else in_parts(tree, count)
             for kind, tree in zip(takes, arguments, strict=True)
         )
         return _brought_together(mapped(*given), out_specs)
@@ -100,6 +96,14 @@ def as_row(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
+def in_parts(tree: PyTree, count: int) -> PyTree:
+    """Divides the rows of all arrays in `count` parts, along a new first axis."""
+    # The rows counted, not -1, which no array without elements determines.
+    return jax.tree.map(
+        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), tree
+    )
+
+
 def own_row(tree: PyTree) -> PyTree:
     """Inverse of `as_row`: drops the leading axis of a replica's row."""
     return jax.tree.map(lambda x: x[0], tree)
@@ -124,14 +128,10 @@ def _brought_together(
     results: tuple[PyTree, ...], out_specs: Sequence[PartitionSpec]
 ) -> tuple[PyTree, ...]:
     return tuple(
-        jax.tree.map(_first if spec == EACH else _joined, tree)
+        own_row(tree) if spec == EACH else jax.tree.map(_joined, tree)
         for spec, tree in zip(out_specs, results, strict=True)
     )
 
 
 def _joined(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def _first(x: jax.Array) -> jax.Array:
-    return x[0]

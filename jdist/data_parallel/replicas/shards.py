@@ -132,12 +132,10 @@ def sharded(
     padded = jax.tree.map(lambda leaf: leaf[order], batch)
     padded_weights = np.where(is_real, weights[order], 0).astype(weights.dtype)
     given = (padded, padded_weights)
-    if placement.mesh is None:
-        found = jax.device_put(given)
-    elif not several:
-        found = jax.device_put(given, placement.rows)
+    place = None if placement.mesh is None else placement.rows
+    if not several:
+        found = jax.device_put(given, place)
     else:
-        place = placement.rows
         # `device_put` onto devices of other processes compares the values everywhere.
         found = jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)),
@@ -235,7 +233,9 @@ def _remember(batch: PyTree, weights: jax.Array, *, needed: bool) -> None:
 
 
 def are_issued(weights: Weights) -> bool:
-    """Whether weights are the very array that `shard_batch` has returned."""
+    """Whether weights come from `Join`, `Sampler.batches` or `shard_batch`."""
+    if isinstance(weights, BoundWeights):
+        return True
     found = _issued.get(id(weights))
     return found is not None and found() is weights
 
@@ -285,23 +285,16 @@ def weights_given(
             remedy = "Build the step with `reduction=joined.reduction`."
             raise value_error(f"{call}(weights=...)", rule, got, remedy)
         weights = weights.array
-    if is_shape(weights):
-        return _weights_shape(call, weights, count)
+    if is_shape(weights):  # For a program that is only lowered.
+        check_one_per_row(call, weights, count)
+        floating = jnp.issubdtype(weights.dtype, jnp.floating)
+        return weights if floating else weights.update(dtype=jnp.dtype(jnp.float32))
     weights = weight_array(f"{call}(weights=...)", weights)
     check_one_per_row(call, weights, count)
     # Weights in device memory are not read back: that would wait for the device.
     if not isinstance(weights, jax.Array):
         check_weight_values(call, weights)
     return weights
-
-
-def _weights_shape(
-    call: str, weights: jax.ShapeDtypeStruct, count: int
-) -> jax.ShapeDtypeStruct:
-    """The shape of weights, for a program that is only lowered."""
-    check_one_per_row(call, weights, count)
-    floating = jnp.issubdtype(weights.dtype, jnp.floating)
-    return weights if floating else weights.update(dtype=jnp.dtype(jnp.float32))
 
 
 def check_one_per_row(call: str, weights: Shaped, count: int) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jdist import reduction as reductions
 from jdist._compat import fast_in_loops
 from jdist._tree import PyTree, is_inexact, path_of
-from jdist.data_parallel.replicas.mapping import as_row, own_row
+from jdist.data_parallel.replicas.mapping import as_row, in_parts, own_row
 from jdist.reduction import Partial
 
 LossCall = Callable[..., tuple[jax.Array, tuple[PyTree, PyTree]]]
@@ -96,10 +96,7 @@ def accumulated(
         return part, state, as_row(aux)
 
     indices = jnp.arange(count, dtype=jnp.int32)
-    rows = jax.tree.map(
-        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]),
-        (share.batch, share.weights),
-    )
+    rows = in_parts((share.batch, share.weights), count)
     first = own_row((indices, *rows))
     # `scan` needs the structure of its carry; a trace shows which gradients are None.
     shapes, *_ = jax.eval_shape(one, share.states, *first)

@@ -18,12 +18,7 @@ from jdist._fit import (
     pair,
 )
 from jdist._tree import PyTree, check_state, examples_in, shapes_of
-from jdist.data_parallel.replicas.shards import (
-    BoundWeights,
-    Weights,
-    are_issued,
-    unbound,
-)
+from jdist.data_parallel.replicas.shards import Weights, are_issued, unbound
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import TrainStep
 from jdist.reduction import wide_weights
@@ -159,14 +154,9 @@ def _pairs(
         raise value_error(f"{call}(batches)", rule, got, remedy)
     for number, given in enumerate(batches):
         batch, weights = pair(given)
-        if not number and weights is not None and not _are_weights(weights):
+        if not number and weights is not None and not are_issued(weights):
             _check_pair(call, step, shapes, (batch, weights))
         yield batch, weights
-
-
-def _are_weights(weights: Weights) -> bool:
-    """Whether weights come from `Join`, `Sampler.batches` or `shard_batch`."""
-    return isinstance(weights, BoundWeights) or are_issued(weights)
 
 
 def _check_pair(
