@@ -15,6 +15,7 @@ put a key per example into the batch (`jax.random.split(key, examples)`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
@@ -225,10 +226,6 @@ class TrainStep:
         else:
             batch, weights = self._given("step", state, batch, weights, self.divisor)
             state = self._with_hook_state(state, batch, weights)
-            # Its shapes depend on the buckets, known from the first backward pass.
-            if self.start is not None and state.hook_state is None:
-                kept = self.start(state, batch, weights)
-                state = state._replace(hook_state=kept)
         # Apart from the state: a donated key would have to be copied in each step.
         key = state.key
         moving = state if key is None else state._replace(key=None)
@@ -278,10 +275,20 @@ class TrainStep:
         return prepared(call, self.placement, state, batch, weights)
 
     def _with_hook_state(
-        self, state: TrainState, batch: PyTree, weights: Weights
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weights: Weights,
+        invoke: Callable[..., Any] = operator.call,
     ) -> PyTree:
-        """The state, with a hook state that was restored by path in its structure."""
+        """The state, with the hook's first state, or one restored by path as a tree.
+
+        `invoke(function, *arguments)` calls the function that makes the first one.
+        """
         argument, kept = "step(state=...)", state.hook_state
+        if kept is None and self.start is not None:
+            # Its shapes depend on the buckets, known from the first backward pass.
+            return state._replace(hook_state=invoke(self.start, state, batch, weights))
         if not jax.tree.leaves(kept):
             return state
         if self.start is None:
@@ -311,11 +318,8 @@ class TrainStep:
         weights, without a sharding, they get the places that `shard_batch` gives.
         """
         batch, weights = self._given("lower", state, batch, weights, self.divisor)
-        state = self._with_hook_state(state, batch, weights)
-        if self.start is not None and state.hook_state is None:
-            # Traced only: the devices of the mesh may be absent.
-            kept = Ahead(places=True)(self.start, state, batch, weights)
-            state = state._replace(hook_state=kept)
+        # Traced only: the devices of the mesh may be absent.
+        state = self._with_hook_state(state, batch, weights, Ahead(places=True))
         key, moving = state.key, state._replace(key=None)
         return self.compiled.lower(moving, key, batch, weights, overrides)
 

@@ -95,10 +95,8 @@ def check_undivided(call: str, optimizer: Optimizer) -> None:
       ValueError: Its state is divided.
     """
     if isinstance(optimizer, ZeroOptimizer):
-        rule = (
-            "must not be divided by `zero` on a mesh with further axes: the compiler "
-        )
-        rule += "would choose how parameters lie after a step"
+        rule = "must not be divided by `zero` on a mesh with further axes: the "
+        rule += "compiler would choose how parameters lie after a step"
         remedy = (
             "`Pipeline` takes it there, with `specs=`, and so does jax.jit(opt.step)."
         )
@@ -310,24 +308,18 @@ class _StateLayout:
         def wrapped(keys: Any, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> PyTree:
             path, shape = path_of(keys), whole.shape
             spec = _spec_for(path, shape, specs)
-            return self._wrapped_leaf(path, leaf, shape, spec)
+            padded = self.padded(shape, spec)
+            # A count or a norm, whose shape is not that of its parameter's part.
+            if not shape or leaf.shape == shape != padded:
+                return laid_out(leaf, self.mesh, PartitionSpec())
+            if leaf.shape == padded:
+                return Sharded(self.divided(leaf, spec), shape, spec)
+            rule = "must keep state arrays like their parameters, if those do not "
+            rule += f"divide by the {self.placement.count} replicas"
+            got = f"{leaf.shape} for {shape} at {path}"
+            raise value_error("zero(optimizer=...)", rule, got)
 
         return jax.tree.map_with_path(wrapped, state, wanted)
-
-    def _wrapped_leaf(
-        self, path: str, leaf: jax.Array, shape: tuple[int, ...], spec: PartitionSpec
-    ) -> PyTree:
-        # A count or a norm, whose shape is not that of its parameter's part.
-        if not shape or leaf.shape == shape != self.padded(shape, spec):
-            return laid_out(leaf, self.mesh, PartitionSpec())
-        if leaf.shape == self.padded(shape, spec):
-            return Sharded(self.divided(leaf, spec), shape, spec)
-        rule = (
-            "must keep state arrays like their parameters, if those do not divide by "
-            f"the {self.placement.count} replicas"
-        )
-        got = f"{leaf.shape} for {shape} at {path}"
-        raise value_error("zero(optimizer=...)", rule, got)
 
     def rewrapped(self, inner: PyTree, like: PyTree) -> PyTree:
         """Wraps the arrays of an updated state like those of the state before."""
