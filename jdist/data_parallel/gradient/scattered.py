@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._errors import value_error
-
 Shape = tuple[int, ...]
 
 
@@ -62,9 +60,7 @@ def part_shape(shape: Shape, replicas: int) -> Shape:
 
 def _dimension(shape: Shape, replicas: int) -> int:
     found = scattered_dimension(shape, replicas)
-    if found is None:
-        rule = f"must have a dimension that {replicas} replicas divide"
-        raise value_error("a scattered array", rule, shape)
+    assert found is not None  # Only such arrays are scattered.
     return found
 
 

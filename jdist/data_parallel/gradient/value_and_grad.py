@@ -114,7 +114,7 @@ def value_and_grad(
     divided = check_mesh(call, placement)
     options = (method, bucket_cap_mb, hook)
     communication = Communication(call, data_axis, reduction, *options, divided=divided)
-    run = _Programs(loss_fn, placement, communication)
+    step, start = _compiled(loss_fn, placement, communication)
 
     @called_outside_mesh
     def fn(
@@ -137,65 +137,54 @@ def value_and_grad(
             params, given = brought("fn(params, batch)", placement, params, given)
         batch, weights = given
         if not communication.stateful:
-            _check_no_state(hook_state)
+            if hook_state is not None:
+                rule = "must be None for a hook that keeps no state, and without a hook"
+                raise value_error("fn(hook_state=...)", rule, hook_state)
             hook_state = ()
         elif hook_state is None:
-            (hook_state,) = run.start(params, batch, weights)
+            (hook_state,) = start(params, batch, weights)
         else:
             check_hook_rows("fn(hook_state=...)", hook_state, placement.count)
-        found = run.step(params, batch, weights, hook_state)
+        found = step(params, batch, weights, hook_state)
         paced(placement.mesh, found[0])
         return tuple(found if communication.stateful else found[:2])
 
     return fn
 
 
-class _Programs:
+def _compiled(
+    loss_fn: Callable[..., jax.Array],
+    placement: Placement,
+    communication: Communication,
+) -> tuple[GuardedJit, GuardedJit]:
     """The compiled programs of one function: its step, and its hook's first state."""
+    reduction, axis = communication.reduction, communication.axis
+    rows = PartitionSpec(axis)
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., jax.Array],
-        placement: Placement,
-        communication: Communication,
-    ) -> None:
-        reduction = communication.reduction
-        rows = PartitionSpec(communication.axis)
+    def parts(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
+        fn = partial(reductions.partial, loss_fn, reduction=reduction, axis_name=axis)
+        weights = communication.weights_of(batch, weights, params)
+        return with_gradient_order(fn, params, batch, weights)
 
-        def parts(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
-            fn = partial(
-                reductions.partial,
-                loss_fn,
-                reduction=reduction,
-                axis_name=communication.axis,
-            )
-            weights = communication.weights_of(batch, weights, params)
-            return with_gradient_order(fn, params, batch, weights)
+    def step(
+        params: PyTree, batch: PyTree, weights: jax.Array | None, state: PyTree
+    ) -> PyTree:
+        own = own_row(state)
+        part, ready = parts(params, batch, weights)
+        loss, gradient, own = communication(part, ready, params, own)
+        return loss, gradient, as_row(own)
 
-        def step(
-            params: PyTree, batch: PyTree, weights: jax.Array | None, state: PyTree
-        ) -> PyTree:
-            own = own_row(state)
-            part, ready = parts(params, batch, weights)
-            loss, gradient, own = communication(part, ready, params, own)
-            return loss, gradient, as_row(own)
+    def start(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
+        # Only shapes are used of these gradients: XLA drops their computation.
+        own = communication.start(*parts(params, batch, weights))
+        return (as_row(own),)
 
-        def start(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
-            # Only shapes are used of these gradients: XLA drops their computation.
-            own = communication.start(*parts(params, batch, weights))
-            return (as_row(own),)
-
-        call = communication.call
-        reads = {"loss_fn": loss_fn, "hook": communication.hook}
-        takes, gives = (EACH, rows, rows), (EACH, EACH, rows)
-        mapped = over_replicas(step, placement, (*takes, rows), gives)
-        # Nothing is donated: callers keep the parameters.
-        self.step = GuardedJit(mapped, call, reads)
-        first = over_replicas(start, placement, takes, (rows,))
-        self.start = GuardedJit(first, call, reads)
-
-
-def _check_no_state(hook_state: PyTree) -> None:
-    if hook_state is not None:
-        rule = "must be None for a hook that keeps no state, and without a hook"
-        raise value_error("fn(hook_state=...)", rule, hook_state)
+    reads = {"loss_fn": loss_fn, "hook": communication.hook}
+    takes, gives = (EACH, rows, rows), (EACH, EACH, rows)
+    mapped = over_replicas(step, placement, (*takes, rows), gives)
+    first = over_replicas(start, placement, takes, (rows,))
+    # Nothing is donated: callers keep the parameters.
+    return (
+        GuardedJit(mapped, communication.call, reads),
+        GuardedJit(first, communication.call, reads),
+    )
