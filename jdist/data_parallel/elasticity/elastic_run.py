@@ -196,11 +196,8 @@ class Elastic:
 
         call, sampler = "Elastic.run", self._sampler
         check_type(f"{call}(name=...)", name, str, "must be a name, a str")
-        for argument, number in {
-            "epochs": epochs,
-            "min_replicas": min_replicas,
-        }.items():
-            check_at_least(f"{call}({argument}=...)", number, 1)
+        check_at_least(f"{call}(epochs=...)", epochs, 1)
+        check_at_least(f"{call}(min_replicas=...)", min_replicas, 1)
         check_positive_seconds(f"{call}(join_timeout=...)", join_timeout)
         examples = examples_in(data, f"{call}(data=...)")
         if examples != sampler.examples:

@@ -34,10 +34,6 @@ class Follower:
         self._work = work
         self._saving: tuple[int, Future[None]] | None = None
 
-    def first_report(self) -> ReplicaReport:
-        """The report of a newcomer."""
-        return ReplicaReport()
-
     def follow(
         self, directive: Directive, totals: Mapping[int, Partial]
     ) -> tuple[ReplicaReport, Sequence[Partial]]:

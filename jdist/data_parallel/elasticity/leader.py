@@ -219,7 +219,8 @@ class Leader:
         # Results and states from before a restart do not count.
         current = report.generation == self.generation
         if seat.restoring and current and report.held is not None:
-            self._start_at(report.held)
+            # From a checkpoint, or from the first parameters.
+            self.step = self._oldest = report.held
         if report.saved is not None and self._saver == replica:
             self._saver = None
         if report.unreachable is not None:
@@ -275,10 +276,6 @@ class Leader:
         return all(seat.ended or seat.expelled for seat in self._seats.values())
 
     # --- transitions ---
-
-    def _start_at(self, step: int) -> None:
-        """Starts from a checkpoint or from the first parameters."""
-        self.step = self._oldest = step
 
     def _take(self, seat: _Seat, parts: Iterable[Part]) -> None:
         """Records results, unless another replica was assigned them meanwhile."""

@@ -505,7 +505,7 @@ def _follow(
 ) -> None:
     """Reports and carries out directives, until the run is over."""
     structure = work.sum_structure
-    report, sums = follower.first_report(), list[list[jax.Array]]()
+    report, sums = ReplicaReport(), list[list[jax.Array]]()
     while not follower.over:
         message = (name, agreed, terms.join_timeout, tuple(report), sums)
         try:

@@ -11,7 +11,13 @@ import random
 from concurrent.futures import Future
 
 from jdist.data_parallel.elasticity.follower import Follower
-from jdist.data_parallel.elasticity.leader import Commit, Leader, Part, RunTerms
+from jdist.data_parallel.elasticity.leader import (
+    Commit,
+    Leader,
+    Part,
+    ReplicaReport,
+    RunTerms,
+)
 from jdist.data_parallel.elasticity.replica_work import (
     Unreachable,
     nodes_within,
@@ -144,7 +150,7 @@ class Simulation:
         number, self.numbers = self.numbers, self.numbers + 1
         self.work[number] = FakeWork(self, number)
         self.replicas[number] = Follower(self.work[number])
-        self.reports[number] = (self.replicas[number].first_report(), [])
+        self.reports[number] = (ReplicaReport(), [])
 
     def deliver(self, number):
         """The leader gets what a replica reported."""
