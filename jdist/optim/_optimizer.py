@@ -363,13 +363,7 @@ class _Rule:
 
     def check(self, argument: str, keys: Any, param: ArrayLike) -> None:
         """Checks that the rule may be applied to a parameter."""
-        check_leaf(
-            argument,
-            keys,
-            param,
-            elementwise=self.elementwise,
-            dimensions=self.dimensions,
-        )
+        check_leaf(argument, keys, param, self.elementwise, self.dimensions)
 
     def init(self, params: PyTree) -> PyTree:
         """The states of all leaves before the first step."""

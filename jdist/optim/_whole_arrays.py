@@ -38,9 +38,8 @@ def copies_over(axis_name: Hashable) -> Iterator[None]:
 
 def check_leaf(
     argument: str,
-    keys: tuple[Any, ...],
+    keys: Any,
     param: ArrayLike,
-    *,
     elementwise: bool,
     dimensions: int | None,
 ) -> None:

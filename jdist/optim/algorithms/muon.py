@@ -106,12 +106,9 @@ def muon(
       optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is scalable
       for LLM training, arXiv:2502.16982.
     """
+    rule = "must be a number of iterations, fewer than 100"
     check_number(
-        "muon(ns_steps=...)",
-        ns_steps,
-        "must be a number of iterations, fewer than 100",
-        lambda n: 0 <= n < 100,
-        whole=True,
+        "muon(ns_steps=...)", ns_steps, rule, lambda n: 0 <= n < 100, whole=True
     )
     check_choice("muon(adjust_lr_fn=...)", adjust_lr_fn, ADJUSTMENTS)
     counts = scheduled(lr, weight_decay, momentum, *ns_coefficients, eps)
