@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -170,20 +169,13 @@ def _cudnn(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) 
     return _convolution(instruction, [first, second], out)
 
 
-COUNTERS: Mapping[str, Count] = MappingProxyType(
-    {"dot": _dot, "convolution": _convolution}
-)
-
-
 def _counter(instruction: Instruction) -> Count | None:
     target = instruction.target
     if target.startswith(("__cublas$", "__onednn$matmul")):
         return _gemm
-    return (
-        _cudnn
-        if target.startswith("__cudnn$conv")
-        else COUNTERS.get(instruction.opcode)
-    )
+    if target.startswith("__cudnn$conv"):
+        return _cudnn
+    return {"dot": _dot, "convolution": _convolution}.get(instruction.opcode)
 
 
 def _traffic(shape: ArrayShape) -> int:

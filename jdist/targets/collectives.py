@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist._errors import value_error
 from jdist.targets.chips import Chip
-from jdist.targets.hlo import ArrayShape, Computation, HloModule, Instruction
+from jdist.targets.hlo import Computation, HloModule, Instruction
 
 KINDS = (
     "all-reduce",
@@ -72,17 +72,12 @@ class FoundCollective:
     op_name: str
 
 
-def kind_of(instruction: Instruction) -> str:
-    """The kind of collective that an instruction is or starts; "" for others."""
-    kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in KINDS else ""
-
-
 def inside(
     instruction: Instruction, computation: Computation, module: HloModule
 ) -> tuple[FoundCollective, ...]:
     """The collectives of an instruction: itself, or those inside its fusion."""
-    if kind := kind_of(instruction):
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in KINDS:
         return (_found(kind, instruction, computation, module),)
     if instruction.opcode not in ("fusion", "async-start"):
         return ()
@@ -147,7 +142,9 @@ def _bandwidth(group: Sequence[int], chip: Chip, per_host: int, *, ring: bool) -
 def _found(
     kind: str, instruction: Instruction, computation: Computation, module: HloModule
 ) -> FoundCollective:
-    operands = computation.operand_shapes(instruction)
+    read = [computation.by_name[name].shapes for name in instruction.operands]
+    # The arrays of tuples one by one.
+    operands = [shape for shapes in read for shape in shapes]
     if kind == "collective-permute":
         # The in-place form has further operands: its output buffer and offsets.
         operands = operands[:1] or operands
@@ -156,16 +153,12 @@ def _found(
         groups: Groups = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     else:
         groups = replica_groups(instruction, module.partitions)
-    size = sum(map(_bytes, operands))
+    size = sum(shape.bytes for shape in operands)
     if kind == "all-gather":
         # Operands are the parts of one device; `bytes` is of the gathered array.
         size *= len(groups[0])
     channel = instruction.attribute("channel_id")
     return FoundCollective(kind, size, groups, channel, instruction.op_name)
-
-
-def _bytes(shape: ArrayShape) -> int:
-    return shape.bytes
 
 
 def replica_groups(instruction: Instruction, partitions: int) -> Groups:

@@ -124,14 +124,6 @@ class Computation:
         found = [each for each in self.instructions if each.opcode == "parameter"]
         return tuple(sorted(found, key=lambda each: int(each.literal)))
 
-    def operand_shapes(self, instruction: Instruction) -> tuple[ArrayShape, ...]:
-        """The arrays that an instruction reads, those of tuples one by one."""
-        return tuple(
-            shape
-            for operand in instruction.operands
-            for shape in self.by_name[operand].shapes
-        )
-
 
 @dataclass(frozen=True)
 class HloModule:

@@ -120,10 +120,8 @@ def largest_batch(
         raise value_error("largest_batch(job=...)", rule, "a job without")
     unit = hardware.chips if multiple is None else multiple
     check_at_least("largest_batch(multiple=...)", unit, 1)
-    argument, rule = (
-        "largest_batch(tolerance=...)",
-        "must be at least 0 and less than 1",
-    )
+    argument = "largest_batch(tolerance=...)"
+    rule = "must be at least 0 and less than 1"
     check_number(argument, tolerance, rule, lambda x: 0 <= x < 1)
     tried: list[Candidate] = []
 

@@ -9,7 +9,6 @@ iteration by iteration.
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from jdist.targets.hlo import Computation, HloModule, Instruction
 
@@ -20,30 +19,18 @@ Value = int | Mapping[int, "Value"] | None
 """An integer, the elements of a tuple, or None for what is not known before a run."""
 
 SAME = ("bitcast", "bitcast-convert", "convert", "copy", "reshape")
-FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
-    {
-        "add": operator.add,
-        "subtract": operator.sub,
-        "multiply": operator.mul,
-        "and": operator.and_,
-        "or": operator.or_,
-        "not": operator.not_,
-        "maximum": max,
-        "minimum": min,
-        "select": lambda condition, yes, no: yes if condition else no,
-        **dict.fromkeys(SAME, operator.index),
-    }
-)
-COMPARISONS: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
-    {
-        "LT": operator.lt,
-        "LE": operator.le,
-        "GT": operator.gt,
-        "GE": operator.ge,
-        "EQ": operator.eq,
-        "NE": operator.ne,
-    }
-)
+FUNCTIONS: Mapping[str, Callable[..., int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": operator.not_,
+    "maximum": max,
+    "minimum": min,
+    "select": lambda condition, yes, no: yes if condition else no,
+    **dict.fromkeys(SAME, operator.index),
+}
 
 
 def trip_count(
@@ -165,7 +152,10 @@ def _function(instruction: Instruction) -> Callable[..., int] | None:
     """The integer function of an instruction; None if it has none here."""
     opcode = instruction.opcode
     if opcode == "compare":
-        return COMPARISONS[instruction.attribute("direction")]
+        # XLA's names of the comparisons are Python's, in capitals.
+        compare: Callable[..., int]
+        compare = getattr(operator, instruction.attribute("direction").lower())
+        return compare
     # On integers `not` flips every bit, which `operator.not_` does not.
     if opcode == "not" and instruction.shapes[0].dtype != "pred":
         return None
