@@ -143,9 +143,7 @@ def check_flags(call: str, **flags: Any) -> None:
         plain = flag.item() if getattr(flag, "shape", None) == () else flag
         if not isinstance(plain, bool):
             argument = f"{call}({name}=...)"
-            raise TypeError(
-                requirement(argument, "must be True or False", quoted(flag))
-            )
+            raise type_error(argument, "must be True or False", quoted(flag))
 
 
 def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:

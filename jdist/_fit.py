@@ -8,7 +8,8 @@ from jdist._errors import (
     check_at_least,
     check_sequence,
     check_type,
-    requirement,
+    type_error,
+    value_error,
 )
 from jdist._tree import PyTree, owned, type_name
 from jdist.reduction import check_reduction
@@ -81,11 +82,11 @@ class Metrics(NamedTuple):
         check_sequence("Metrics.combine(found)", found, Metrics, rule)
         if not found:
             rule = "must have one entry at least"
-            raise ValueError(requirement("Metrics.combine(found)", rule, "none"))
+            raise value_error("Metrics.combine(found)", rule, "none")
         if any(part.weight is None for part in found):
             rule = "must say how many examples each batch has"
             remedy = "`fit` and `evaluate` count them."
-            raise ValueError(requirement("Metrics.combine(found)", rule, None, remedy))
+            raise value_error("Metrics.combine(found)", rule, None, remedy)
         weights = [float(part.weight) for part in found]
         losses = [float(part.loss) for part in found]
         if reduction == "mean":
@@ -130,12 +131,9 @@ def check_batches(call: str, batches: object) -> None:
     empty = getattr(batches, "ndim", 1) == 0 or isinstance(batches, type)
     # One batch by names, which would be taken for a list of its names.
     if not several or empty or isinstance(batches, str | bytes | Mapping):
-        rule, got = (
-            "must be batches, one after the other",
-            type_name(batches),
-        )
+        rule = "must be batches, one after the other"
         remedy = "Wrap a single batch in a list."
-        raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
+        raise type_error(f"{call}(batches)", rule, type_name(batches), remedy)
 
 
 def fitted(
@@ -186,7 +184,6 @@ def pair(given: PyTree) -> tuple[PyTree, Any]:
     if len(given) != 2:
         rule = "must be batches, or pairs of a batch and its weights"
         remedy = "Put a batch that is a tuple in a pair: `(batch, None)`."
-        got = f"a tuple of {len(given)}"
-        raise ValueError(requirement("batches", rule, got, remedy))
+        raise value_error("batches", rule, f"a tuple of {len(given)}", remedy)
     batch, weights = owned(given)
     return batch, weights

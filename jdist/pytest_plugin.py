@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -157,10 +157,9 @@ class GradientJudge:
             return trees
         dtype = jnp.dtype(self.dtype)
 
-        def cast(leaf: _Array) -> _Array:
-            floating = hasattr(leaf, "dtype") and jnp.issubdtype(
-                leaf.dtype, jnp.floating
-            )
+        def cast(leaf: Any) -> Any:
+            given = getattr(leaf, "dtype", None)
+            floating = given is not None and jnp.issubdtype(given, jnp.floating)
             return leaf.astype(dtype) if floating else leaf
 
         return jax.tree.map(cast, trees)
@@ -182,12 +181,3 @@ def _named(
     trainer: Callable[..., Any] | Mapping[str, Callable[..., Any]],
 ) -> Mapping[str, Callable[..., Any]]:
     return trainer if isinstance(trainer, Mapping) else {"trainer": trainer}
-
-
-class _Array(Protocol):
-    """An array of NumPy or JAX."""
-
-    dtype: Any
-
-    def astype(self, dtype: Any) -> _Array:
-        """The array in another dtype."""

@@ -111,11 +111,8 @@ def _run(
     """The results of the loop, by two; the second yields the stacks at `places`."""
     jaxpr = loop.body.jaxpr
     first, last = loop.constants, loop.constants + loop.carries
-    constants, start, slices = (
-        arguments[:first],
-        arguments[first:last],
-        arguments[last:],
-    )
+    constants, start = arguments[:first], arguments[first:last]
+    slices = arguments[last:]
     carried, stacked = jaxpr.outvars[: loop.carries], jaxpr.outvars[loop.carries :]
     as_before = [x for place, x in enumerate(stacked) if place not in places]
     remade = [x for place, x in enumerate(stacked) if place in places]
