@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jdist import autograd, rpc
 from jdist._tree import PyTree, examples_in, is_inexact, is_none
 from jdist.autograd import Variable
-from jdist.matrix.row import Candidate, LossFn, Row, precision_of_caller
+from jdist.matrix.row import Candidate, LossFn, Result, Row, precision_of_caller
 
 WORKERS = ("worker0", "worker1", "worker2", "worker3")
 
@@ -35,9 +35,7 @@ def rows() -> dict[str, Row]:
 
 
 def _row(forward: Forward, mode: str, loss_fn: LossFn, reduction: str) -> Candidate:
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         count = examples_in(batch, "candidate")
         parts = [jax.tree.map(lambda x, c=cut: x[c], batch) for cut in _cuts(count)]
         weights = jnp.ones(count) if weights is None else jnp.asarray(weights)

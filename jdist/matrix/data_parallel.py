@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jdist import data_parallel
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel import Join, Metrics, Sharded, TrainState, hooks
-from jdist.matrix.row import Candidate, LossFn, Row, devices, recorder
+from jdist.matrix.row import Candidate, LossFn, Result, Row, devices, recorder
 
 MIB = 2**20
 
@@ -60,9 +60,7 @@ def _gradient(
     where = _replicas(count, shared)
     fn = data_parallel.value_and_grad(loss_fn, reduction=reduction, **where, **options)
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         return fn(params, *_shards(batch, weights, where, count))[:2]
 
     return candidate
@@ -85,9 +83,7 @@ def _train_step(
         loss_fn, opt, reduction=reduction, accumulate=accumulate, **where
     )
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         shards = _shards(batch, weights, where, count, accumulate)
         return _recorded(*step(step.init(params), *shards))
 
@@ -99,9 +95,7 @@ def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
     where = _replicas(count)
     step = data_parallel.train_step(loss_fn, recorder(), reduction=reduction, **where)
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         sizes = _sizes(examples_in(batch, "candidate"), count)
         ends = np.cumsum(sizes)
         parts = [slice(end - n, end) for n, end in zip(sizes, ends, strict=True)]
@@ -117,7 +111,7 @@ def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
     return candidate
 
 
-def _recorded(state: TrainState, metrics: Metrics) -> tuple[jax.Array, PyTree]:
+def _recorded(state: TrainState, metrics: Metrics) -> Result:
     def is_sharded(x: object) -> bool:
         return isinstance(x, Sharded)
 

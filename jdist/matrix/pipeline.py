@@ -25,6 +25,7 @@ from jdist._tree import PyTree, examples_in, is_none, merge, split_inexact
 from jdist.matrix.row import (
     Candidate,
     LossFn,
+    Result,
     Row,
     devices,
     precision_of_caller,
@@ -105,9 +106,7 @@ def _over_devices(
     """One device per worker, or JAX's default one; options are for the last stage."""
     where = None if shared else devices(schedule.workers)
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         stages = _stages(loss_fn, params, schedule.stages, **options)
         pipe = Pipeline(stages, _losses, schedule, where, reduction=reduction)
         placed = pipe.place(_shares(params, schedule.stages))
@@ -141,9 +140,7 @@ def _over_meshes(
         divided = leaf.ndim and "model" in axes
         return PartitionSpec("model") if divided else PartitionSpec()
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         def losses(padded: PyTree, batch: PyTree) -> jax.Array:
             return loss_fn(jax.tree.map(_without_padding, padded, params), batch)
 
@@ -177,9 +174,7 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
     """A worker for each stage: threads of a local cluster."""
     names = [f"stage{number}" for number in range(schedule.workers)]
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         stages = _stages(loss_fn, params, schedule.stages)
         shares = _shares(params, schedule.stages)
 
@@ -212,9 +207,7 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
     if reduction not in ("mean", "sum"):
         raise Unavailable(f"PipeDream updates by means or sums, not by {reduction}")
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         counts = np.asarray(weights, float)
         if reduction == "mean":
             # The total is known here. By itself an epoch begins each batch's backward
@@ -295,9 +288,7 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
     count = schedule.stages
     stages = [Stage(_add, (f"h{j}",), (f"h{j + 1}",)) for j in range(count)]
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         floating, fixed = split_inexact(params)
         leaves, structure = jax.tree.flatten(floating)
         examples = examples_in(batch, "candidate")

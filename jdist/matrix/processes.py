@@ -24,7 +24,7 @@ from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel import process_group, shard_batch, value_and_grad
-from jdist.matrix.row import Candidate, LossFn, Row
+from jdist.matrix.row import Candidate, LossFn, Result, Row
 
 _PATIENCE = 120.0
 """Seconds for the two processes to start, and for each gradient."""
@@ -47,9 +47,7 @@ def _gradient(method: str, loss_fn: LossFn, reduction: str) -> Candidate:
     pair = _pair()
     options = {"reduction": reduction, "method": method}
 
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+    def candidate(params: PyTree, batch: PyTree, weights: jax.Array | None) -> Result:
         arrays = jax.tree.map(np.asarray, (params, batch, weights))
         return pair.gradient(loss_fn, options, *arrays)
 

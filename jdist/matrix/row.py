@@ -19,7 +19,10 @@ from jdist.optim import Optimizer
 LossFn = Callable[[PyTree, PyTree], jax.Array]
 """`(params, batch) -> losses`, one for each example."""
 
-Candidate = Callable[[PyTree, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
+Result = tuple[jax.Array, PyTree]
+"""The loss and its gradient."""
+
+Candidate = Callable[[PyTree, PyTree, jax.Array | None], Result]
 """`(params, batch, weights) -> (loss, gradient)`."""
 
 Row = Callable[[LossFn, str], Candidate]
