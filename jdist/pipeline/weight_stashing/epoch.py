@@ -19,7 +19,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.loss import Entries, merged, stacked
+from jdist.pipeline.run.loss import merged, stacked
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     StageChannels,
@@ -66,41 +66,16 @@ class PassRecord(NamedTuple):
     held: int
 
 
-class EpochReport(NamedTuple):
-    """The results of one process in an epoch, sent to all others.
-
-    Attributes:
-      found: For each of its micro-batches the mean or sum of the losses, its
-        `total`, and the auxiliary outputs; see `stacked`.
-      checksums: Checksums of the batches that it has read.
-    """
-
-    found: Entries | None
-    checksums: dict[str, int]
-
-
-class EpochPlan(NamedTuple):
-    """The micro-batches and updates of an epoch.
-
-    Attributes:
-      stream: The micro-batches.
-      schedule: The schedule of all workers, for the length of the stream.
-      every: Number of micro-batches of a worker in an update.
-    """
-
-    stream: BatchStream
-    schedule: Schedule
-    every: int
-
-
 @final
 class EpochStep(Step):
     """The passes and updates of one epoch, or of a part of one.
 
     Args:
-      given: The inputs of the step; its micro-batches are those of the plan.
+      given: The inputs of the step; its micro-batches are those of the stream.
       stashed: The stages by worker and stage, with versions of their weights.
-      plan: The micro-batches and updates.
+      stream: The micro-batches.
+      schedule: The schedule of all workers, for the length of the stream.
+      every: Number of micro-batches of a worker in an update.
 
     Attributes:
       passes: The passes of this process, in order.
@@ -110,12 +85,14 @@ class EpochStep(Step):
         self,
         given: StepInputs,
         stashed: Mapping[tuple[int, int], StashedStage],
-        plan: EpochPlan,
+        stream: BatchStream,
+        schedule: Schedule,
+        every: int,
     ) -> None:
         super().__init__(given)
         self.passes: list[PassRecord] = []
         self._stashed = stashed
-        self._stream, self._schedule, self._every = plan
+        self._stream, self._schedule, self._every = stream, schedule, every
         self._computing: deque[tuple[int, Any]] = deque()
         self._found: dict[int, PyTree] = {}
 
@@ -158,12 +135,11 @@ class EpochStep(Step):
         # Alone first: an error then shows nothing but the auxiliary outputs.
         stacked({micro: aux for micro, (_, _, aux) in self._found.items()}, np.stack)
         found = stacked(self._found, np.stack)
-        mine = EpochReport(found, self._stream.checksums)
-        told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
+        told = channels.agree((found, self._stream.checksums), computed)
         # After the exchange: all processes have the same reports and raise the same.
-        _check_alike(told)
+        _check_alike([checksums for _, checksums in told])
         # Those of workers with a mesh have arrived on it.
-        losses = jax.tree.map(np.asarray, merged([each.found for each in told]))
+        losses = jax.tree.map(np.asarray, merged([entries for entries, _ in told]))
         values, weights, aux = losses
         return values, weights, aux
 
@@ -221,17 +197,13 @@ class EpochStep(Step):
     def _passed_back(self, worker: int, stage: int) -> None:
         if not self._full(worker, stage):
             return
-        self._share(worker, stage)
-        # Without other workers the update needs no message, and is made at once.
-        if not self._due(worker, stage):
-            self._update(worker, stage)
-
-    def _share(self, worker: int, stage: int) -> None:
-        """Sends a worker's contribution to an update to the stage's other workers."""
         stashed = self._stashed[worker, stage]
         for other in self._places.replicas(worker, stage):
             tag = MessageTag("G", stashed.stash.version, "", stage, worker)
             self._channels.put(tag, other, stashed.run.partial())
+        # Without other workers the update needs no message, and is made at once.
+        if not self._due(worker, stage):
+            self._update(worker, stage)
 
     def _full(self, worker: int, stage: int) -> bool:
         """Whether a worker has its whole contribution to an update that is not made."""
@@ -291,12 +263,16 @@ def contributions(
     return Counter(workers[micro % len(workers)] for micro in range(first, end))
 
 
-def _check_alike(told: Sequence[EpochReport]) -> None:
-    """Refuses an epoch whose workers have not read the same batches."""
+def _check_alike(told: Sequence[Mapping[str, int]]) -> None:
+    """Refuses an epoch whose workers have not read the same batches.
+
+    Args:
+      told: Checksums of the batches that each process has read.
+    """
     # By entry, with the first worker that has it: a process need not load all entries.
     seen: dict[str, tuple[int, int]] = {}
-    for rank, each in enumerate(told):
-        for name, checksum in each.checksums.items():
+    for rank, checksums in enumerate(told):
+        for name, checksum in checksums.items():
             first, expected = seen.setdefault(name, (rank, checksum))
             if checksum != expected:
                 rule = "must be the same batches and weights on all workers"

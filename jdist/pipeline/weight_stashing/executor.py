@@ -1,7 +1,7 @@
 """The executor of asynchronous epochs: updates while micro-batches are in flight."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.stages.place import resident
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream
-from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
+from jdist.pipeline.weight_stashing.epoch import EpochStep, PassRecord
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
@@ -53,20 +53,6 @@ from jdist.pipeline.weight_stashing.stashed_stage import (
 )
 
 CALL = "Pipeline.train_epoch"
-
-
-class EpochResult(NamedTuple):
-    """The result of an epoch.
-
-    Attributes:
-      state: The next training state.
-      metrics: The metrics of the epoch.
-      passes: The passes of its workers, with versions.
-    """
-
-    state: PipelineState
-    metrics: Metrics
-    passes: Sequence[PassRecord]
 
 
 @final
@@ -164,7 +150,7 @@ class EpochExecutor(ScheduleExecutor):
         batches: Iterable[PyTree],
         total: int | None = None,
         timer: ActionTimer | None = None,
-    ) -> EpochResult:
+    ) -> tuple[PipelineState, Metrics, Sequence[PassRecord]]:
         """Trains on batches, each a micro-batch, and drains.
 
         Args:
@@ -173,6 +159,10 @@ class EpochExecutor(ScheduleExecutor):
           batches: The batches, or pairs of a batch and its weights.
           total: Their number, if they have no length.
           timer: Times the actions.
+
+        Returns:
+          The next training state; the metrics of the epoch; and the passes of its
+          workers, with versions.
         """
         programs, places = self._programs, self._programs.places
         stream = self._stream(batches, total)
@@ -195,8 +185,8 @@ class EpochExecutor(ScheduleExecutor):
         # Read by all processes, for shapes and identity; some have no pass for it.
         if not self._takes(0):
             stream.forget(0)
-        plan = EpochPlan(stream, schedule, self._policy.every)
-        epoch = EpochStep(first._replace(parts=stream), stashed, plan)
+        inputs = first._replace(parts=stream)
+        epoch = EpochStep(inputs, stashed, stream, schedule, self._policy.every)
         epoch.run(timer)
         states = joined_states(channels, places, first.runs, stream.totals)
         # Awaited before the vote: an error in them must fail the epoch on all workers.
@@ -212,8 +202,7 @@ class EpochExecutor(ScheduleExecutor):
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         after = PipelineState(step + 1, params, opt_states, kept, key)
-        metrics = self._metrics(*losses, skipped)
-        return EpochResult(after, metrics, epoch.passes)
+        return after, self._metrics(*losses, skipped), epoch.passes
 
     def _metrics(
         self,
