@@ -323,6 +323,21 @@ def merge(first: PyTree, second: PyTree) -> PyTree:
     )
 
 
+def map_some(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """`jax.tree.map` over a tree whose None count as leaves, and stay None.
+
+    Example:
+      >>> map_some(lambda x, y: x * y, {"w": 3.0, "b": None}, {"w": 2.0, "b": 5.0})
+      {'b': None, 'w': 6.0}
+    """
+    return jax.tree.map(
+        lambda x, *rest: None if x is None else fn(x, *rest),
+        tree,
+        *others,
+        is_leaf=is_none,
+    )
+
+
 def add_trees(
     first: PyTree, second: PyTree, add: Callable[[Any, Any], Any] = operator.add
 ) -> PyTree:

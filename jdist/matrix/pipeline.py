@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist import pipeline, rpc
 from jdist._errors import Unavailable
-from jdist._tree import PyTree, examples_in, is_none, merge, split_inexact
+from jdist._tree import PyTree, examples_in, map_some, merge, split_inexact
 from jdist.matrix.row import (
     Candidate,
     LossFn,
@@ -152,7 +152,7 @@ def _over_meshes(
         placed = pipe.place(shares, jax.tree.map(spec, shares))
         loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
         own = _whole(grads, jax.tree.structure(params))
-        return loss, jax.tree.map(_without_padding, own, params, is_leaf=is_none)
+        return loss, map_some(_without_padding, own, params)
 
     return candidate
 
@@ -165,9 +165,9 @@ def _with_padding(leaf: jax.Array, parts: int) -> jax.Array:
     return jnp.pad(leaf, rows)
 
 
-def _without_padding(found: PyTree, leaf: jax.Array) -> PyTree:
-    """A gradient, which may be None, or a padded leaf."""
-    return found if found is None or not leaf.ndim else found[: len(leaf)]
+def _without_padding(found: jax.Array, leaf: jax.Array) -> jax.Array:
+    """A gradient, or a padded leaf."""
+    return found[: len(leaf)] if leaf.ndim else found
 
 
 def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candidate:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._compat import map_shards, paced, picks_by_row, trace_whole
 from jdist._errors import value_error
 from jdist._fit import Metrics
-from jdist._tree import PyTree, is_none, shapes_of, split_inexact, words
+from jdist._tree import PyTree, map_some, shapes_of, split_inexact, words
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CALL,
@@ -35,7 +35,7 @@ from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import StageChannels
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
-from jdist.pipeline.spmd.program import Ends, Feed, Model, run
+from jdist.pipeline.spmd.program import Ends, Feed, Model, rounded, run
 from jdist.pipeline.spmd.rules import (
     check_agreement,
     check_params,
@@ -145,7 +145,7 @@ class OneProgramExecutor(ScheduleExecutor):
         for rank in self._places.own:
             for chunk, stage in enumerate(self._table.stages[rank]):
                 own = self._gradient_of(int(stage), rank, grads[chunk], ends, program)
-                own = own if masters[stage] else _rounded(own, program.shapes[stage])
+                own = own if masters[stage] else rounded(own, program.shapes[stage])
                 found[stage] = own
                 # Checked before any stage steps, since a step donates its arguments.
                 # Only shapes and dtypes are looked at.
@@ -160,7 +160,9 @@ class OneProgramExecutor(ScheduleExecutor):
         shapes = taken_apart(self._stages[stage], program.shapes[stage])
         whole = Parts(ends.first, grads, ends.last)
         each = [
-            None if like is None else self._apart(tree, rank, like)
+            None
+            if like is None  # Another stage has this end.
+            else map_some(lambda x, s: self._spread.apart(x, rank, s), tree, like)
             for tree, like in zip(whole, shapes, strict=True)
         ]
         return put_together(self._stages[stage], Parts(*each))
@@ -230,7 +232,8 @@ class OneProgramExecutor(ScheduleExecutor):
         batch, key = given.batch, self._key(given.key)
         call = "Pipeline(.., OneProgram)"
         check_not_traced(call, given.params, batch, given.weights, key)
-        count, parts = self._places.schedule.micro_batches, self._parts
+        count = self._places.schedule.micro_batches
+        parts = common_parts(self._places.devices)
         cut = lots(batch, given.weights, count, self._loss.kind, parts)
         # At every step, not only for new shapes: they may be new to one process alone,
         # which would then wait for the others.
@@ -315,15 +318,6 @@ class OneProgramExecutor(ScheduleExecutor):
             spread.everywhere(cut.weights, spread.rows),
             spread.everywhere(cut.totals, same),
             None if key is None else spread.everywhere(drawn, same),
-        )
-
-    def _apart(self, tree: PyTree, rank: int, shapes: PyTree) -> PyTree:
-        """One worker's part of a tree of arrays over all workers."""
-        return jax.tree.map(
-            lambda x, like: None if x is None else self._spread.apart(x, rank, like),
-            tree,
-            shapes,
-            is_leaf=is_none,
         )
 
     # --- once for all batches of equal shapes ---
@@ -484,10 +478,6 @@ class OneProgramExecutor(ScheduleExecutor):
             raise refused
         check_agreement({process: bytes(row).hex() for process, row in rows.items()})
 
-    @property
-    def _parts(self) -> int:
-        return common_parts(self._places.devices)
-
 
 _REMEDY = "Give a list of devices, or Workers, in place of OneProgram."
 
@@ -535,22 +525,7 @@ def _kind(x: jax.Array | np.ndarray, cut: Lots) -> ArraySpec:
 
 def _like(tree: PyTree, shapes: PyTree) -> PyTree:
     """A tree with scalars in place of arrays of length 1 that stand for them."""
-    return jax.tree.map(
-        lambda x, shape: x if x is None or shape.shape else x.reshape(()),
-        tree,
-        shapes,
-        is_leaf=is_none,
-    )
-
-
-def _rounded(tree: PyTree, shapes: PyTree) -> PyTree:
-    """A gradient in the dtypes of its parameters."""
-    return jax.tree.map(
-        lambda x, shape: None if x is None else x.astype(shape.dtype),
-        tree,
-        shapes,
-        is_leaf=is_none,
-    )
+    return map_some(lambda x, s: x if s.shape else x.reshape(()), tree, shapes)
 
 
 def _here(tree: PyTree) -> PyTree:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import reduction
 from jdist._compat import fast_in_loops
-from jdist._tree import PyTree, is_none, split_inexact, unworded, wide_dtype
+from jdist._tree import PyTree, is_none, map_some, split_inexact, unworded, wide_dtype
 from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.stage_run import (
@@ -210,14 +210,12 @@ def _finished_ends(model: Model, parts: Ends, params: Ends) -> Ends:
         total = jax.lax.psum(first[one] + last[other], model.axis)
         first[one] = last[other] = total
     found = Ends(*(structure.unflatten(leaves) for leaves, structure in flat))
-    if model.unrounded:
-        return found
-    return jax.tree.map(
-        lambda g, x: None if g is None else g.astype(x.dtype),
-        found,
-        params,
-        is_leaf=is_none,
-    )
+    return found if model.unrounded else rounded(found, params)
+
+
+def rounded(grads: PyTree, params: PyTree) -> PyTree:
+    """Gradients in the dtypes of their parameters."""
+    return map_some(lambda g, x: g.astype(x.dtype), grads, params)
 
 
 def _square(model: Model, grads: Sequence[PyTree], ends: Ends) -> jax.Array:
