@@ -57,13 +57,16 @@ class Feed(NamedTuple):
     """The words of the call's PRNG key, if the stages take keys."""
 
 
+Share = MicroBatchShare | None
+"""Beside a cotangent, for max and min: what its micro-batch counts for."""
+
+
 class StageMessage(NamedTuple):
     """A message from stage to stage."""
 
     value: PyTree
     """A stage's output, or the cotangent of one."""
-    share: MicroBatchShare | None
-    """Beside a cotangent, for max and min: what its micro-batch counts for."""
+    share: Share
 
 
 class Ends(NamedTuple):
@@ -81,7 +84,7 @@ class State(NamedTuple):
     """Values that wait for their action, by slot; the last one is to be sent."""
     activations: list[jax.Array]
     """The residuals of forward passes, by slot."""
-    rests: tuple[list[jax.Array], MicroBatchShare | None]
+    rests: tuple[list[jax.Array], Share]
     """The rests of split backward passes, by slot."""
     partials: list[Partial]
     """The gradient so far of each of the device's stages."""
@@ -340,9 +343,9 @@ class _Device:
             state = self._done(begun, clock.begins, self._enter, at, state)
         # Code for each chunk, because a selection from stacked parameters would copy
         # them.
-        for chunk, own in enumerate(self._params):
+        for chunk in range(len(self._params)):
             for kind in (kind for kind in acts if kind in self._model.table.kinds):
-                act = partial(acts[kind], chunk, own)
+                act = partial(acts[kind], chunk)
                 wanted = (at.kind == kind) & (at.chunk == chunk)
                 state = self._done(wanted, clock.acts[kind, chunk], act, at, state)
         if self._model.ends.first is not None:
@@ -378,9 +381,7 @@ class _Device:
         # others for ever, so all of them enter it and select the result.
         return when(somewhere, partial(act, wanted), at, state)
 
-    def _forward(
-        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
-    ) -> State:
+    def _forward(self, chunk: int, wanted: Wanted, at: Row, state: State) -> State:
         # Slot -1 reads an arbitrary slot, whose value the select below discards.
         held = take(state.mail.value, at.mail)
         if self._model.ends.first is not None:
@@ -394,7 +395,8 @@ class _Device:
         )
         value = self._model.laid(value)
         key = self._key(chunk, at.micro_batch) if self._model.keyed else None
-        (output, _), residuals = self._model.segment.forward(own, None, (value,), key)
+        given = self._params[chunk], None, (value,), key
+        (output, _), residuals = self._model.segment.forward(*given)
         # Residuals hold neither parameters nor values made of parameters alone, which
         # would take a slot for each micro-batch.
         self._plan, kept = residuals.plan, list(residuals.arrays)
@@ -435,16 +437,14 @@ class _Device:
     def _leave(self, wanted: Wanted, at: Row, state: State) -> State:
         """Add the gradient of the function before the first stage."""
         given, key = self._first_given(at)
-        first, own = self._model.ends.first, self._ends.first
+        fn, own = self._model.ends.first, self._ends.first
         # Recomputed: slots for these residuals would take memory on every device, and
         # the function is mostly a lookup in a table of embeddings.
-        _, residuals = first.forward(own, None, given, key)
+        _, residuals = fn.forward(own, None, given, key)
         sent = take(state.mail, at.result)
-        d_own, _ = first.backward(own, residuals, (sent.value, None))
-        share = sent.share or _share_of(take(self._feed.totals, at.micro_batch))
-        return self._with_end(
-            state, wanted, first=contribution(self._model.kind, d_own, share)
-        )
+        d_own, _ = fn.backward(own, residuals, (sent.value, None))
+        first = self._added(state.ends.first, d_own, sent.share, wanted, at)
+        return state._replace(ends=state.ends._replace(first=first))
 
     def _first_given(self, at: Row) -> tuple[tuple[PyTree, ...], PyTree]:
         """Arguments of the function before the first stage: its inputs and its key."""
@@ -482,10 +482,8 @@ class _Device:
         )
         if d_own is None:
             return state
-        counted = sent or _share_of(take(self._feed.totals, at.micro_batch))
-        return self._with_end(
-            state, wanted, last=contribution(self._model.kind, d_own, counted)
-        )
+        last = self._added(state.ends.last, d_own, sent, wanted, at)
+        return state._replace(ends=state.ends._replace(last=last))
 
     def _lost(
         self, value: PyTree, entries: PyTree, weights: jax.Array, key: PyTree
@@ -514,70 +512,52 @@ class _Device:
         d_own, (_, (d_value,), _) = last.backward(own, residuals, (d_made, None))
         return found, _or_zeros(d_value, value), d_own
 
-    def _with_end(self, state: State, wanted: Wanted, **more: Partial) -> State:
-        """The state with a term added to an end's gradient."""
-        ends = state.ends
-        for name, part in more.items():
-            before = getattr(ends, name)
-            joined = reduction.combine(before, part, self._model.kind)
-            ends = ends._replace(**{name: kept_unless(wanted, joined, before)})
-        return state._replace(ends=ends)
-
-    def _backward(
-        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
-    ) -> State:
-        cotangent, residuals = self._called_back(at, state)
-        d_own, d_inputs = self._model.segment.backward(
-            own, residuals, (cotangent.value, None)
-        )
-        state = self._added(state, at, chunk, d_own, cotangent.share, wanted)
+    def _backward(self, chunk: int, wanted: Wanted, at: Row, state: State) -> State:
+        cotangent, given = self._called_back(chunk, at, state)
+        d_own, d_inputs = self._model.segment.backward(*given)
+        before, share = state.partials[chunk], cotangent.share
+        part = self._added(before, d_own, share, wanted, at)
+        state = _with_partial(state, chunk, part)
         return _answered(state, at, d_inputs, cotangent, wanted)
 
     def _backward_inputs(
-        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
+        self, chunk: int, wanted: Wanted, at: Row, state: State
     ) -> State:
-        cotangent, residuals = self._called_back(at, state)
-        d_inputs, rest = self._model.segment.backward_inputs(
-            own, residuals, (cotangent.value, None)
-        )
+        cotangent, given = self._called_back(chunk, at, state)
+        d_inputs, rest = self._model.segment.backward_inputs(*given)
         self._split = rest.split
         left = rest.computed, cotangent.share
         state = state._replace(rests=put(state.rests, at.rest, left, wanted))
         return _answered(state, at, d_inputs, cotangent, wanted)
 
     def _backward_params(
-        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
+        self, chunk: int, wanted: Wanted, at: Row, state: State
     ) -> State:
         computed, share = take(state.rests, at.rest)
-        held = jax.tree.leaves(own), take(state.activations, at.activation)
-        rest = Rest.of(self._split, *held, computed)
+        own, kept = self._params[chunk], take(state.activations, at.activation)
+        rest = Rest.of(self._split, jax.tree.leaves(own), kept, computed)
         d_own = self._model.segment.backward_params(rest)
-        return self._added(state, at, chunk, d_own, share, wanted)
+        part = self._added(state.partials[chunk], d_own, share, wanted, at)
+        return _with_partial(state, chunk, part)
 
-    def _called_back(self, at: Row, state: State) -> tuple[StageMessage, Residuals]:
+    def _called_back(
+        self, chunk: int, at: Row, state: State
+    ) -> tuple[StageMessage, tuple[PyTree, Residuals, PyTree]]:
+        """The message of a backward pass, and the arguments of its program."""
         kept, sent = take(state.activations, at.activation), take(state.mail, at.mail)
         sent = sent._replace(value=self._model.laid(sent.value))
-        return sent, Residuals(self._plan, tuple(kept))
+        residuals = Residuals(self._plan, tuple(kept))
+        return sent, (self._params[chunk], residuals, (sent.value, None))
 
     def _added(
-        self,
-        state: State,
-        at: Row,
-        chunk: int,
-        d_own: PyTree,
-        share: MicroBatchShare | None,
-        wanted: Wanted,
-    ) -> State:
-        """The state with a term added to the gradient of one of the stages."""
+        self, before: Partial, d_own: PyTree, share: Share, wanted: Wanted, at: Row
+    ) -> Partial:
+        """The gradient so far, with a micro-batch's term if it is wanted."""
         counted = share or _share_of(take(self._feed.totals, at.micro_batch))
-        before = state.partials[chunk]
+        own = contribution(self._model.kind, d_own, counted)
         # The sum so far first, so that terms are added in the order of the schedule.
-        joined = reduction.combine(
-            before, contribution(self._model.kind, d_own, counted), self._model.kind
-        )
-        joined = kept_unless(wanted, joined, before)
-        partials = [*state.partials[:chunk], joined, *state.partials[chunk + 1 :]]
-        return state._replace(partials=partials)
+        joined = reduction.combine(before, own, self._model.kind)
+        return kept_unless(wanted, joined, before)
 
     def _pass_on(self, number: int, at: Row, state: State) -> State:
         """Send and receive the messages of one distance."""
@@ -654,6 +634,12 @@ def _empty(value: PyTree, count: int) -> PyTree:
         lambda x: ArraySpec((count, *x.shape), str(x.dtype)).blank(),
         value,
     )
+
+
+def _with_partial(state: State, chunk: int, part: Partial) -> State:
+    """The state with another gradient of one of the stages."""
+    partials = [*state.partials[:chunk], part, *state.partials[chunk + 1 :]]
+    return state._replace(partials=partials)
 
 
 def _answered(
