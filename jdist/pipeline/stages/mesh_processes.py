@@ -1,6 +1,5 @@
 """Collectives on host data between the processes of one mesh."""
 
-import functools
 import json
 
 import jax
@@ -8,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._tree import PyTree
+from jdist.pipeline.stages.place import on_host
 
 __all__ = ["processes_of", "rows_of_processes", "told_by_processes"]
 
@@ -27,8 +27,7 @@ def rows_of_processes(mesh: Mesh, row: np.ndarray) -> dict[int, np.ndarray]:
     layout = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shape = (mesh.devices.size, row.size)
     rows = jax.make_array_from_callback(shape, layout, lambda _: row[None])
-    found = np.asarray(_everywhere(mesh)(rows).addressable_data(0))
-    return dict(zip(processes_of(mesh), found, strict=True))
+    return dict(zip(processes_of(mesh), on_host(rows), strict=True))
 
 
 def told_by_processes(mesh: Mesh, value: PyTree) -> list[PyTree]:
@@ -47,10 +46,3 @@ def told_by_processes(mesh: Mesh, value: PyTree) -> list[PyTree]:
     found = rows_of_processes(mesh, padded)
     texts = [bytes(found[p][: int(sizes[p][0])]) for p in sorted(found)]
     return [json.loads(each) for each in texts]
-
-
-# Cached: a new lambda for each call would be compiled each time.
-@functools.lru_cache(maxsize=16)
-def _everywhere(mesh: Mesh) -> jax.stages.Wrapped:
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda rows: rows, out_shardings=whole)
