@@ -153,19 +153,8 @@ def with_shared(
     whole = dict(params)
     for each in shared:
         source = leaves_below(whole[each.source], each.source_path)
-
-        def filled(
-            keys: tuple[object, ...],
-            leaf: PyTree,
-            path: str = each.path,
-            source: Mapping[str, PyTree] = source,
-        ) -> PyTree:
-            below = _suffix(path_of(keys), path)
-            # None replaces a parameter that was taken out, hence `is_none` below.
-            return leaf if below is None else source[below]
-
         tree = whole[each.module]
-        whole[each.module] = jax.tree.map_with_path(filled, tree, is_leaf=is_none)
+        whole[each.module] = _replaced(tree, each.path, source.__getitem__)
     return whole
 
 
@@ -175,14 +164,20 @@ def without_shared(
     """Remove shared parameters from all their modules but the first."""
     kept = dict(params)
     for each in shared:
-
-        def blanked(
-            keys: tuple[object, ...], leaf: PyTree, path: str = each.path
-        ) -> PyTree:
-            return leaf if _suffix(path_of(keys), path) is None else None
-
-        kept[each.module] = jax.tree.map_with_path(blanked, kept[each.module])
+        tree = kept[each.module]
+        kept[each.module] = _replaced(tree, each.path, lambda below: None)
     return kept
+
+
+def _replaced(tree: PyTree, top: str, new: Callable[[str], PyTree]) -> PyTree:
+    """The tree with new leaves at a path or below it, by the rest of their path."""
+
+    def leaf_at(keys: tuple[object, ...], leaf: PyTree) -> PyTree:
+        below = _suffix(path_of(keys), top)
+        return leaf if below is None else new(below)
+
+    # None stands for a parameter that was taken out.
+    return jax.tree.map_with_path(leaf_at, tree, is_leaf=is_none)
 
 
 def leaves_below(tree: PyTree, top: str) -> dict[str, PyTree]:
