@@ -1,9 +1,9 @@
 """The loss of a pipeline and its gradient with respect to the last outputs."""
 
 import copy
-import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,22 @@ class LossPasses(NamedTuple):
     losses: Callable[..., tuple[Partial, PyTree]]
 
 
+class _LossOptions(NamedTuple):
+    """What the passes of a loss function depend on besides the function.
+
+    Attributes:
+      names, kind, has_aux: See `PipelineLoss`.
+      unread: Shapes of the batch's leaves that the losses do not read.
+      structure: The tree of these leaves.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    has_aux: bool
+    unread: tuple[ArraySpec, ...]
+    structure: jax.tree_util.PyTreeDef
+
+
 class _CompiledLoss:
     """The programs of one loss function, shared by all pipelines that use it.
 
@@ -54,28 +70,19 @@ class _CompiledLoss:
 
     def __init__(self, fn: Callable[..., PyTree]) -> None:
         self.fn = Traced(fn, _CACHE.user)
-        self._passes: dict[Hashable, LossPasses] = {}
+        self._passes: dict[_LossOptions, LossPasses] = {}
 
     @property
     def contents(self) -> Contents:
         """See `Traced.contents`."""
         return self.fn.contents
 
-    def passes(
-        self,
-        names: tuple[str, ...],
-        kind: str,
-        has_aux: bool,
-        unread: tuple[ArraySpec, ...],
-        structure: jax.tree_util.PyTreeDef,
-    ) -> LossPasses:
+    def passes(self, options: _LossOptions) -> LossPasses:
         """See `PipelineLoss.passes`."""
-        options = (names, kind, has_aux, unread, structure)
         made = self._passes.get(options)
         if made is None:
             VERSIONS.note(_CACHE.user, self.contents, options, PATIENCE_WITH_MODELS)
-            made = _compiled(self.fn, *options)
-            self._passes[options] = made
+            made = self._passes[options] = _compiled(self.fn, options)
         return made
 
 
@@ -180,16 +187,12 @@ class PipelineLoss:
         made = self._made.get((structure, shapes))
         if made is None:
             unread = tuple(map(specs_of, leaves))
-            made = self._made[structure, shapes] = self._passes(unread, structure)
+            own = self._names, self.kind, self.has_aux
+            found = self._compiled.passes(_LossOptions(*own, unread, structure))
+            call = self._invoke
+            made = LossPasses(partial(call, found.both), partial(call, found.losses))
+            self._made[structure, shapes] = made
         return made if self._scale is None else self._with_scale(made)
-
-    def _passes(
-        self, unread: tuple[ArraySpec, ...], structure: jax.tree_util.PyTreeDef
-    ) -> LossPasses:
-        made_of = self._names, self.kind, self.has_aux, unread, structure
-        found = self._compiled.passes(*made_of)
-        both = functools.partial(self._invoke, found.both)
-        return LossPasses(both, functools.partial(self._invoke, found.losses))
 
     def check(self) -> None:
         """Checks that the function reads what it read when it was first compiled.
@@ -236,20 +239,15 @@ def _called(
         raise
 
 
-def _compiled(
-    fn: Callable[..., PyTree],
-    names: tuple[str, ...],
-    kind: str,
-    has_aux: bool,
-    unread: tuple[ArraySpec, ...],
-    structure: jax.tree_util.PyTreeDef,
-) -> LossPasses:
+def _compiled(fn: Callable[..., PyTree], options: _LossOptions) -> LossPasses:
+    names, kind, has_aux, unread, structure = options
+
     def losses_of(
         values: PyTree, entries: PyTree, weights: jax.Array
     ) -> tuple[jax.Array, PyTree]:
         # Entries that the loss does not read are not sent to it. It may still index
         # them, so constants of their shapes take their place.
-        blanks = [kind.blank() for kind in unread]
+        blanks = [each.blank() for each in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
         found = _called(fn, names, values, batch)
         found, aux = _with_aux(found) if has_aux else (found, None)
