@@ -17,7 +17,6 @@ _OTHERS = {
     "_finished": "gradient",
     "_plus": "cotangent",
     "_sum": "tied gradients",
-    "_unrounded": "gradient",
     "_update": "update",
     "_updated": "update",
     "both": "forward and backward",

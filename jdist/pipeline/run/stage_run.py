@@ -72,7 +72,6 @@ class StageRun:
       update: An update that the next backward pass makes in place of adding its
         gradient to the sum; or None.
       updated: The return value of that update.
-      live: Numbers of the micro-batches whose backward pass is not complete.
     """
 
     def __init__(
@@ -115,11 +114,6 @@ class StageRun:
         return made
 
     @property
-    def live(self) -> list[int]:
-        """See the class."""
-        return sorted(set().union(*self._kept))
-
-    @property
     def _kept(self) -> tuple[dict[int, PyTree], ...]:
         """Arrays kept for a part of the backward pass, by micro-batch."""
         return self._residuals, self._rests
@@ -158,7 +152,7 @@ class StageRun:
         # `jax.vjp` wants cotangents of the structure of the outputs: those of a named
         # tuple have to be one.
         self._returns = getattr(type(returned), "_make", type(returned))
-        return self._named(returned)
+        return self._stage.named(returned)
 
     def outputs(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Runs a forward pass without a backward pass; returns its outputs by name."""
@@ -172,13 +166,6 @@ class StageRun:
             key = self._invoke(fold, self._key, micro)
         values = tuple([inputs[name] for name in self._stage.inputs])
         return self.params, self.state, values, key
-
-    def _named(self, returned: PyTree) -> dict[str, PyTree]:
-        names = self._stage.outputs
-        # `check_shapes` has checked their number.
-        return dict(
-            zip(names, [returned] if len(names) == 1 else returned, strict=True)
-        )
 
     def backward(
         self,
@@ -265,9 +252,8 @@ class StageRun:
           unrounded: Whether it stays in the precision of the sum, for master weights.
             Else it has the dtypes of the parameters.
         """
-        if unrounded:
-            return self._invoke(_unrounded, joined, self.kind)
-        leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
+        like = joined.gradient if unrounded else split_inexact(self.params)[0]
+        leaves, structure = jax.tree.flatten(like)
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return self._invoke(_finished, joined, dtypes, structure, self.kind)
 
@@ -391,11 +377,6 @@ _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
 def join(first: Partial, second: Partial, kind: str) -> Partial:
     """Joins two partials; compiled."""
     return reduction.combine(first, second, kind)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _unrounded(part: Partial, kind: str) -> PyTree:
-    return gradient_of(part, kind, part.gradient)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
