@@ -234,7 +234,10 @@ def communicator_for(
         check_sequence(_PLACES, given, object, rule)
         given = Meshes(given)
     _check_count(schedule, given.meshes)
-    return _of_places(schedule, given.places(), about, given.data_axis)
+    places = given.places()
+    if _are_elsewhere(places):
+        return _over_processes(schedule, places, about, given.data_axis)
+    return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
 
 
 def _check_count(schedule: Schedule, given: Sequence[object]) -> None:
@@ -267,15 +270,6 @@ def _of_workers(schedule: Schedule, given: Workers, about: str) -> WorkerCommuni
     leader = min(schedule.placement[0])
     members = Members(names, range(len(names)), own, leader)
     return WorkerCommunicator(agent, found, members, about, given.data_axis)
-
-
-def _of_places(
-    schedule: Schedule, places: Sequence[Place], about: str, data_axis: str | None
-) -> Communicator:
-    """The communicator of devices and meshes, of this process or of several."""
-    if _are_elsewhere(places):
-        return _over_processes(schedule, places, about, data_axis)
-    return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
 
 
 def _are_elsewhere(places: Sequence[Place]) -> bool:

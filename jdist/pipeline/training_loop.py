@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from numpy.typing import ArrayLike
 
@@ -75,18 +76,11 @@ def fit(
     return fitted(
         pipe.train_step,
         state,
-        _fetched(supply, pipe),
+        iter(partial(_next, supply, pipe), None),
         state.step,
         checkpoints=checkpoints,
         save_every=save_every,
     )
-
-
-def _fetched(
-    supply: Iterator[PyTree], pipe: Pipeline
-) -> Iterator[tuple[PyTree, ArrayLike | None]]:
-    while (given := _next(supply, pipe)) is not None:
-        yield given
 
 
 _END = object()

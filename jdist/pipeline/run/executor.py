@@ -46,6 +46,7 @@ from jdist.pipeline.run.update import (
     StageUpdates,
     StepResult,
     joined,
+    scale_in,
 )
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.place import moved, pacing, resident, undivided
@@ -385,7 +386,7 @@ class ScheduleExecutor:
         cut = given.batch, given.weights, count, loss.kind, channels.parts
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
-            loss = loss.scaled(update.scale)
+            loss = loss.scaled(scale_in(update.opt_states))
         runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
         # Every message after this line carries the call's identity, so that a worker
         # with another step or batch is found before its values are used.

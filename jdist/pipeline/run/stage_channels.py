@@ -70,10 +70,7 @@ class Places:
 
     def worker(self, stage: int, micro_batch: int) -> int:
         """The rank of the worker of a stage, or of the loss, for a micro-batch."""
-        workers = self.schedule.placement[min(stage, self.loss - 1)]
-        # Round robin, as in PipeDream (1F1B-RR): both passes of a micro-batch run on
-        # one worker, which has its residuals, and no table is needed.
-        return workers[micro_batch % len(workers)]
+        return self.schedule.worker(min(stage, self.loss - 1), micro_batch)
 
     def check(self, name: str, entry: PyTree, worker: int, taker: int) -> None:
         """Refuses an entry of the batch that is committed to another device.

@@ -9,6 +9,7 @@ the same step of each copy: the copies stay equal, bit for bit.
 
 import functools
 import hashlib
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -82,7 +83,7 @@ class Tied:
         # Digests in place of copies, which may be embeddings of a GiB. Errors are sent
         # as text and raised below, so that all processes raise the same one.
         told = channels.agree(mine)
-        reports = sorted((report for some in told for report in some), key=_order)
+        reports = sorted(itertools.chain(*told), key=operator.itemgetter(0, 1))
         first: dict[str, _Copy] = {}
         for name, stage, path, leaves, complaint in reports:
             if complaint:
@@ -308,11 +309,6 @@ def leaves_at(
         rule = f"must name parameters of stage {stage}, which has {sorted(names)}"
         raise value_error(_CALL, rule, quoted(path))
     return found
-
-
-def _order(report: Sequence[PyTree]) -> tuple[str, int]:
-    name, stage, *_ = report
-    return name, stage
 
 
 class _Copy(NamedTuple):

@@ -164,11 +164,6 @@ class StageUpdates:
         """Whether an update depends on the gradients of other stages."""
         return self._max_norm is not None or self.loss_scale is not None
 
-    @property
-    def scale(self) -> PyTree:
-        """The loss scale; 1 where the last stage is in another process."""
-        return scale_in(self.opt_states)
-
     def stats(self, stage: int, grads: PyTree, counted: PyTree) -> GradientStats:
         """The statistics of one stage's gradient, for all stages.
 

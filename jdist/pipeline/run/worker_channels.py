@@ -113,6 +113,10 @@ Address = tuple[str, int]
 """A pipeline, by its workers and its number among theirs; and the number of a call."""
 
 
+Metadata = dict[str, PyTree]
+"""What a message carries besides its value."""
+
+
 class CallFailure(NamedTuple):
     """Why a call cannot be finished.
 
@@ -200,22 +204,18 @@ class PipelineMailbox:
             self._pipelines[among] += 1
             return f"pipeline {self._pipelines[among]} of {among}"
 
-    def _receive(
-        self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
-    ) -> None:
+    def _receive(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> None:
         pipeline, number = meta[_CALL]
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 arrived = self.calls[pipeline, number].arrived
                 arrived[MessageTag(*meta[_TAG])] = body
 
-    def _hear(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
+    def _hear(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> None:
         with self.lock:
             self._note(caller, tuple(body), meta)
 
-    def _note(
-        self, caller: WorkerInfo, address: Address, meta: dict[str, PyTree]
-    ) -> bool:
+    def _note(self, caller: WorkerInfo, address: Address, meta: Metadata) -> bool:
         """Records the identity of a message's sender; False if the call has ended."""
         pipeline, number = address
         # A late message of a call that has ended: if kept, it would never be removed.
@@ -227,7 +227,7 @@ class PipelineMailbox:
         self.changed.notify_all()
         return True
 
-    def _fail(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
+    def _fail(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> None:
         pipeline, number, described = body
         # Outside of the lock: to make an exception may run a user's constructor, and
         # inline handlers take the lock.
@@ -244,7 +244,7 @@ class PipelineMailbox:
                 self.changed.notify_all()
 
     def _give_up(
-        self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
+        self, caller: WorkerInfo, body: PyTree, meta: Metadata
     ) -> list[PyTree] | None:
         """Aborts a call that is not decided; returns the decision if it is."""
         pipeline, number, described = body
@@ -261,7 +261,7 @@ class PipelineMailbox:
             return None
 
     def _rested(
-        self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
+        self, caller: WorkerInfo, body: PyTree, meta: Metadata
     ) -> float | None:
         """The time that this worker has waited in a call; None if it is not in it."""
         pipeline, asked = body
@@ -462,14 +462,12 @@ class WorkerChannels:
             sent = agent.outgoing(to, _VALUE, value, self._limit, meta)
             agent.request(replace(sent, ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
-            self._failed(error)
+            self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._failed(error)
-
-    def _failed(self, error: BaseException) -> None:
-        """Records an error of a message as the failure of the call."""
+        """Records an error of a message, if it has one, as the failure of the call."""
+        if error is None:
+            return
         # Named after the pipeline's call and not after the message of rpc.
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.worker, self._operation, error.reason)
@@ -561,7 +559,7 @@ class WorkerChannels:
                 told[name] = answer.wait()
             except WorkerLost as lost:  # The group may not have noticed it yet.
                 if name in self._needed:
-                    self._failed(lost)
+                    self._ended(lost)
             except RpcError:
                 continue
         return told
