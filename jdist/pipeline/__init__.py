@@ -5,21 +5,14 @@ from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.measured_timeline import timed
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.places import Meshes, OneProgram, Workers
-from jdist.pipeline.plan import (
-    Layer,
-    Plan,
-    Profile,
-    load_plan,
-    load_profile,
-    partition,
-)
+from jdist.pipeline.plan.partitioner import partition
+from jdist.pipeline.plan.plan import Plan, load_plan
+from jdist.pipeline.plan.profile import Layer, Profile, load_profile
 from jdist.pipeline.run.update import PipelineState
-from jdist.pipeline.schedule import (
-    Schedule,
-    ScheduleError,
-    UpdatePolicy,
-    split_drain,
-)
+from jdist.pipeline.schedule.actions import ScheduleError
+from jdist.pipeline.schedule.drain import split_drain
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedules.dualpipe_v import dualpipe_v
 from jdist.pipeline.schedules.gpipe import gpipe
 from jdist.pipeline.schedules.interleaved import interleaved
@@ -29,18 +22,16 @@ from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.schedules.v_shaped import v_half, v_min
 from jdist.pipeline.schedules.zbv import zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble
-from jdist.pipeline.simulation import Costs, Record, Timeline, simulate
-from jdist.pipeline.stages import (
-    FromModules,
-    Module,
-    Stage,
-    modules_from_nnx,
-    profile,
-    stages_from_modules,
-    stages_from_nnx,
-    with_ends,
-)
-from jdist.pipeline.synthesis import Found, synthesize
+from jdist.pipeline.simulation.costs import Costs
+from jdist.pipeline.simulation.simulator import simulate
+from jdist.pipeline.simulation.timeline import Record, Timeline
+from jdist.pipeline.stages.chain import with_ends
+from jdist.pipeline.stages.measure import profile
+from jdist.pipeline.stages.module import Module
+from jdist.pipeline.stages.module_stages import FromModules, stages_from_modules
+from jdist.pipeline.stages.nnx_stages import modules_from_nnx, stages_from_nnx
+from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.synthesis.synthesizer import Found, synthesize
 from jdist.pipeline.training_loop import fit
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 

@@ -52,8 +52,9 @@ part = type(sys)("jdist.pipeline")
 part.__path__ = [__import__("jdist").__path__[0] + "/pipeline"]
 sys.modules["jdist.pipeline"] = part
 from jdist.pipeline.schedules.pipedream import pipedream
-from jdist.pipeline.simulation import simulate
-from jdist.pipeline.plan import Layer, Profile, partition
+from jdist.pipeline.simulation.simulator import simulate
+from jdist.pipeline.plan.partitioner import partition
+from jdist.pipeline.plan.profile import Layer, Profile
 layers = [Layer(name, "", 1.0, 2.0, (8.0,), 4.0) for name in "abc"]
 plan = partition(Profile.chain(layers), 3, 1e9)
 print(simulate(plan.schedule(6), plan.costs()).makespan)

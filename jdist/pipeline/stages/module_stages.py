@@ -12,7 +12,7 @@ import numpy as np
 
 from jdist._errors import check_function, check_sequence, check_type, value_error
 from jdist._tree import PyTree, named_leaves
-from jdist.pipeline.plan import Plan
+from jdist.pipeline.plan.plan import Plan
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.stage import Recompute, Stage
 from jdist.pipeline.stages.stage_program import (
