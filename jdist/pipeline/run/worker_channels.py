@@ -39,7 +39,6 @@ import math
 import re
 import threading
 import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +106,8 @@ _OF_MEMBERS = "VD"
 _SYMPTOM = re.compile("Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection")
 """Matches the errors of collectives after the loss of a process."""
 
-_log = logging.getLogger("jdist.pipeline")
+_PACKAGE = "jdist.pipeline"
+_log = logging.getLogger(_PACKAGE)
 
 Address = tuple[str, int]
 """A pipeline, by its workers and its number among theirs; and the number of a call."""
@@ -312,20 +312,17 @@ class PipelineMailbox:
                     del self.calls[old]
 
 
-# One mailbox for all pipelines of a worker, because rpc has one handler per kind of
-# message. Weak keys, so that a worker that has shut down is freed.
-_mailboxes: "weakref.WeakKeyDictionary[Agent, PipelineMailbox]" = (
-    weakref.WeakKeyDictionary()
-)
 _lock = threading.Lock()
 
 
 def mailbox_of(agent: Agent) -> PipelineMailbox:
     """The mailbox of a worker, made at the first request."""
+    # One for all pipelines, because rpc has one handler per kind of message.
+    state = agent.extension_state
     with _lock:
-        found = _mailboxes.get(agent)
-        if found is None:
-            found = _mailboxes[agent] = PipelineMailbox(agent)
+        if _PACKAGE not in state:
+            state[_PACKAGE] = PipelineMailbox(agent)
+        found: PipelineMailbox = state[_PACKAGE]
         return found
 
 
