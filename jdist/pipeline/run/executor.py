@@ -355,13 +355,11 @@ class ScheduleExecutor:
         inputs = self._inputs(InProcessChannels(places.devices), given, update)
         found = LoweredPrograms()
         grads: dict[int, PyTree] = {}
-        for (worker, j), run in rehearse(inputs, found.named).items():
+        for (_, j), run in rehearse(inputs, found.named).items():
             unrounded = update is not None and update.unrounded[j]
-            whole = run.partial()
-            # The sum over replicas: one call for each replica, as in a step.
-            for _ in places.replicas(worker, j):
-                whole = run.joined({0: whole, 1: run.partial()})
-            grads[j] = run.finished(whole, unrounded)
+            # The sum over replicas, which calls for each what a step does.
+            own = dict.fromkeys(places.schedule.placement[j], run.partial())
+            grads[j] = run.finished(run.joined(own), unrounded)
         params = {j: run.params for (_, j), run in inputs.runs.items()}
         named = {j: found.named(f"stage {j}") for j in params}
         if self._tied is not None:

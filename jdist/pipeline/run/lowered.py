@@ -18,7 +18,7 @@ _OTHERS = {
     "_plus": "cotangent",
     "_sum": "tied gradients",
     "_update": "update",
-    "_updated": "update",
+    "updated": "update",
     "both": "forward and backward",
     "join": "loss",
     "joined": "norm",

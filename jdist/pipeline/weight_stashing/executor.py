@@ -48,8 +48,8 @@ from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
     VersionRule,
-    lower_update,
     update_in_backward,
+    updated,
 )
 
 CALL = "Pipeline.train_epoch"
@@ -98,13 +98,10 @@ class EpochExecutor(ScheduleExecutor):
         for (_, j), run in rehearse(inputs, found.named).items():
             if run.update is not None:
                 continue  # The backward pass includes the update.
-            lower_update(
-                self._optimizers[j],
-                run,
-                update.opt_states[j],
-                len(places.schedule.placement[j]),
-                found.named(f"stage {j}"),
-            )
+            workers, opt_state = places.schedule.placement[j], update.opt_states[j]
+            whole = run.joined(dict.fromkeys(workers, run.partial()))
+            arguments = self._optimizers[j], run.params, whole, opt_state, run.kind
+            found.named(f"stage {j}")(updated, *arguments)
         return found.lowered()
 
     def _epoch_inputs(

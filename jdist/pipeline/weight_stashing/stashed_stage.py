@@ -17,7 +17,6 @@ from jdist.pipeline.run.stage_run import (
 )
 from jdist.pipeline.weight_stashing.optimizer import StashState, WeightStashing
 from jdist.reduction import Partial
-from jdist.segment.internal import Invoke
 
 
 class VersionRule(NamedTuple):
@@ -120,7 +119,7 @@ class StashedStage:
         joined = self._joined(others, rank)
         stashing = self._rule.stashing
         before = stashing.load_new_params(self.stash)
-        params, opt_state = _updated(
+        params, opt_state = updated(
             stashing.optimizer, before, joined, self.stash.opt_state, self.run.kind
         )
         self._append(params, opt_state)
@@ -157,28 +156,6 @@ class StashedStage:
         self.run.params = self._rule.stashing.load_old_params(self.stash, version)
 
 
-def lower_update(
-    optimizer: Optimizer,
-    run: StageRun,
-    opt_state: PyTree,
-    replicas: int,
-    invoke: Invoke,
-) -> None:
-    """Calls the functions of a stage's update through another function.
-
-    Args:
-      optimizer: The optimizer of the stage.
-      run: The stage after its backward passes, of shapes.
-      opt_state: State of the optimizer, of shapes.
-      replicas: Number of workers of the stage.
-      invoke: See `Segment.through`.
-    """
-    joined = run.partial()
-    for _ in range(1, replicas):
-        joined = run.joined({0: joined, 1: run.partial()})
-    invoke(_updated, optimizer, run.params, joined, opt_state, run.kind)
-
-
 # Cached, so that equal arguments give one function: it is part of the key by which a
 # compiled backward pass is found.
 @functools.lru_cache(maxsize=256)
@@ -206,7 +183,7 @@ def update_in_backward(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
-def _updated(
+def updated(
     optimizer: Optimizer, params: PyTree, part: Partial, opt_state: PyTree, kind: str
 ) -> tuple[PyTree, PyTree]:
     """Divides the sum of gradients and makes the optimizer's step."""
