@@ -260,9 +260,7 @@ class PipelineMailbox:
             self.fail((pipeline, number), CallFailure(error, told=True))
             return None
 
-    def _rested(
-        self, caller: WorkerInfo, body: PyTree, meta: Metadata
-    ) -> float | None:
+    def _rested(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> float | None:
         """The time that this worker has waited in a call; None if it is not in it."""
         pipeline, asked = body
         # It has left the call and will do no more for it: its failure is on its way.

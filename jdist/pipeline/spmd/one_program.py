@@ -351,13 +351,13 @@ class OneProgramExecutor(ScheduleExecutor):
         check_params(blocks)
         number = min(blocks)
         lot = jax.tree.map(lambda x: _shape(x, cut.order.shape[1:]), batch)
-        value, outputs = self._values(blocks[number], ends, lot)
+        value, outputs = self._values(ends, lot)
         check_value(number, self._block, blocks[number], value)
         read = self._loss.entries_read(outputs, lot)
         passes = self._loss.passes(lot, read)
         rows = jax.ShapeDtypeStruct(cut.weights.shape[1:], cut.weights.dtype)
         given = outputs, {name: lot[name] for name in read}, rows
-        model = self._model(blocks, ends, passes, key, unrounded)
+        model = self._model(ends, passes, key, unrounded)
         model = model._replace(whole_at_loss=self._is_whole_at(passes, given))
 
         def on_device(params: Sequence[PyTree], tails: Ends, feed: Feed) -> PyTree:
@@ -399,7 +399,7 @@ class OneProgramExecutor(ScheduleExecutor):
         program, _ = trace_whole(passes.both, *given)
         return picks_by_row(program.jaxpr)
 
-    def _values(self, params: PyTree, ends: Ends, lot: PyTree) -> tuple[PyTree, PyTree]:
+    def _values(self, ends: Ends, lot: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of the values between equal stages, and of the inputs of the loss."""
         first, _, _ = parts_of(self._stages[0])
         *_, last = parts_of(self._stages[-1])
@@ -416,12 +416,7 @@ class OneProgramExecutor(ScheduleExecutor):
         return value, outputs_by_name(call, last.outputs, made)
 
     def _model(
-        self,
-        blocks: Mapping[int, PyTree],
-        ends: Ends,
-        loss: LossPasses,
-        key: PyTree,
-        unrounded: bool,
+        self, ends: Ends, loss: LossPasses, key: PyTree, unrounded: bool
     ) -> Model:
         chains = [stage.fn for stage in (self._stages[0], self._stages[-1])]
         first, *_ = parts_of(self._stages[0])
