@@ -26,11 +26,7 @@ from jdist._errors import check_type, value_error
 from jdist._tree import PyTree, check_state, descriptions, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.identity import CallArguments
-from jdist.pipeline.run.stage_channels import (
-    MessageTag,
-    StageChannels,
-    receive,
-)
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.update import PipelineState
 from jdist.pipeline.stages.place import on_host, over_processes, processes_at
 

@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 from numpy.typing import ArrayLike
 
-from jdist._compat import (
-    Ahead,
-    called_outside_mesh,
-    outside_mesh,
-    with_automatic_axes,
-)
+from jdist._compat import Ahead, called_outside_mesh, outside_mesh, with_automatic_axes
 from jdist._errors import (
     check_flags,
     check_function,
@@ -62,11 +57,7 @@ from jdist.pipeline.stages.place import (
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import wire
 from jdist.pipeline.weight_stashing.epoch import PassRecord
-from jdist.pipeline.weight_stashing.executor import (
-    CALL,
-    EpochExecutor,
-    check_epochs,
-)
+from jdist.pipeline.weight_stashing.executor import CALL, EpochExecutor, check_epochs
 from jdist.reduction import check_reduction
 from jdist.segment.internal import Watched
 

@@ -25,11 +25,7 @@ from jdist.pipeline.run.compile_ahead import compile_ahead, rehearse
 from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.lowered import LoweredPrograms
-from jdist.pipeline.run.micro_batch import (
-    MicroBatchSource,
-    size_of_batch,
-    split_batch,
-)
+from jdist.pipeline.run.micro_batch import MicroBatchSource, size_of_batch, split_batch
 from jdist.pipeline.run.shapes import ShapeCheck
 from jdist.pipeline.run.stage_channels import (
     Communicator,

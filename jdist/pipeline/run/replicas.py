@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import PyTree, is_inexact, wide_dtype
-from jdist.pipeline.run.stage_channels import (
-    MessageTag,
-    Places,
-    ValueChannels,
-    receive,
-)
+from jdist.pipeline.run.stage_channels import MessageTag, Places, ValueChannels, receive
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.reduction import Partial
 

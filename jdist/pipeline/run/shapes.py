@@ -9,12 +9,7 @@ from jdist._errors import value_error
 from jdist._tree import PyTree, type_name
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import entry_of
-from jdist.pipeline.run.stage_channels import (
-    MessageTag,
-    Places,
-    ValueChannels,
-    receive,
-)
+from jdist.pipeline.run.stage_channels import MessageTag, Places, ValueChannels, receive
 from jdist.pipeline.stages.array_spec import describe, is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring

@@ -70,12 +70,7 @@ from jdist.pipeline.stages.place import (
     whole_here,
 )
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
-from jdist.rpc.extension import (
-    Agent,
-    describe,
-    incarnation_of,
-    rebuild,
-)
+from jdist.rpc.extension import Agent, describe, incarnation_of, rebuild
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""

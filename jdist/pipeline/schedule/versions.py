@@ -12,13 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdist._errors import value_error
-from jdist.pipeline.schedule.actions import (
-    Action,
-    B,
-    Columns,
-    F,
-    ScheduleError,
-)
+from jdist.pipeline.schedule.actions import Action, B, Columns, F, ScheduleError
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
 

@@ -20,11 +20,7 @@ from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.loss import merged, stacked
-from jdist.pipeline.run.stage_channels import (
-    MessageTag,
-    StageChannels,
-    receive,
-)
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import Step, StepInputs
 from jdist.pipeline.schedule.actions import Action

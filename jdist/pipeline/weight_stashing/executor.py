@@ -13,19 +13,12 @@ from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import rehearse
-from jdist.pipeline.run.executor import (
-    CallInputs,
-    ScheduleExecutor,
-    StagePrograms,
-)
+from jdist.pipeline.run.executor import CallInputs, ScheduleExecutor, StagePrograms
 from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
 from jdist.pipeline.run.replicas import joined_states
-from jdist.pipeline.run.stage_channels import (
-    InProcessChannels,
-    StageChannels,
-)
+from jdist.pipeline.run.stage_channels import InProcessChannels, StageChannels
 from jdist.pipeline.run.stage_run import StageRun, UpdateInBackward
 from jdist.pipeline.run.step import Routes, StepInputs
 from jdist.pipeline.run.update import (
