@@ -9,12 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jdist._errors import check_flags, check_sequence, check_type, value_error
-from jdist.pipeline.run.stage_channels import (
-    Communicator,
-    LocalCommunicator,
-    Places,
-    places_on,
-)
+from jdist.pipeline.run.stage_channels import Communicator, LocalCommunicator, Places
 from jdist.pipeline.run.worker_channels import Members, WorkerCommunicator
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.place import (
@@ -24,6 +19,7 @@ from jdist.pipeline.stages.place import (
     automatic_axes,
     devices_of,
     place_on,
+    places_along,
     places_of,
     processes_at,
 )
@@ -223,9 +219,7 @@ def communicator_for(
         devices: list[Place] = [None] * schedule.workers
         return LocalCommunicator(Places(schedule, devices, range(schedule.workers)))
     if isinstance(given, OneProgram):
-        _check_size(given, schedule)
-        found = places_on(schedule, given.mesh, given.axis, given.data_axis)
-        return LocalCommunicator(found, given.mesh)
+        return _in_one_program(schedule, given)
     if isinstance(given, Workers):
         return _of_workers(schedule, given, about)
     if not isinstance(given, Meshes):
@@ -246,12 +240,21 @@ def _check_count(schedule: Schedule, given: Sequence[object]) -> None:
         raise value_error(_PLACES, rule, list(given))
 
 
-def _check_size(given: OneProgram, schedule: Schedule) -> None:
-    shape = dict(given.mesh.shape)
-    if shape[given.axis] != schedule.workers:
-        rule = f"must have an axis {given.axis!r} as long as the schedule has workers, "
+def _in_one_program(schedule: Schedule, given: OneProgram) -> LocalCommunicator:
+    """The communicator of workers along an axis of one mesh."""
+    mesh, axis, here = given.mesh, given.axis, jax.process_index()
+    shape = dict(mesh.shape)
+    if shape[axis] != schedule.workers:
+        rule = f"must have an axis {axis!r} as long as the schedule has workers, "
         rule += f"{schedule.workers}"
         raise value_error(_PLACES, rule, f"{shape}")
+    places = places_along(mesh, axis, given.data_axis)
+    own = [rank for rank, place in enumerate(places) if here in processes_at(place)]
+    if not own:
+        rule = "must have a device of each process that calls it"
+        got = f"{list(mesh.devices.flat)} in process {here}"
+        raise value_error("OneProgram(mesh)", rule, got)
+    return LocalCommunicator(Places(schedule, places, own), mesh)
 
 
 def _of_workers(schedule: Schedule, given: Workers, about: str) -> WorkerCommunicator:

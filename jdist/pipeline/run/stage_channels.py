@@ -28,7 +28,6 @@ from jdist.pipeline.stages.place import (
     common_parts,
     devices_of,
     moved,
-    places_along,
 )
 
 
@@ -93,27 +92,6 @@ class Places:
                 got = f"{name!r} on {', '.join(sorted(map(str, leaf.devices())))}"
                 remedy = "Put it there with jax.device_put, or pass a NumPy array."
                 raise value_error("Pipeline.value_and_grad(batch)", rule, got, remedy)
-
-
-def places_on(
-    schedule: Schedule, mesh: Mesh, axis: str, data_axis: str | None
-) -> Places:
-    """Places the workers of a schedule along an axis of a mesh, in order.
-
-    Raises:
-      ValueError: The mesh has no device of this process.
-    """
-    places, here = places_along(mesh, axis, data_axis), jax.process_index()
-    own = [
-        rank
-        for rank, place in enumerate(places)
-        if any(device.process_index == here for device in devices_of(place))
-    ]
-    if not own:
-        rule = "must have a device of each process that calls it"
-        got = f"{list(mesh.devices.flat)} in process {here}"
-        raise value_error("OneProgram(mesh)", rule, got)
-    return Places(schedule, places, own)
 
 
 class MessageTag(NamedTuple):
