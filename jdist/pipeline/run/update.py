@@ -236,24 +236,21 @@ class StageUpdates:
 
 
 def optimizers_for(
-    optimizer: Optimizer | Sequence[Optimizer] | None,
-    stages: int,
-    call: str = "Pipeline(optimizer=...)",
+    optimizer: Optimizer | Sequence[Optimizer] | None, stages: int
 ) -> list[Optimizer]:
-    """One optimizer for each stage; `call` is named in errors.
+    """One optimizer for each stage.
 
     Raises:
       ValueError: None was given, or not one for each stage.
       TypeError: Something is no optimizer.
     """
+    call = "Pipeline(optimizer=...)"
     if optimizer is None:
         raise value_error(call, "must be given for training", "None")
     found: list[PyTree] = [optimizer] * stages
     # An optax transformation is a tuple of two functions, not a sequence of optimizers.
     if isinstance(optimizer, tuple | list) and not hasattr(optimizer, "update"):
         found = list(optimizer)
-    else:
-        check_optimizer(call, optimizer)
     if len(found) != stages:
         rule = f"must be one optimizer, or one for each of the {stages} stages"
         raise value_error(call, rule, f"{len(found)} of them")

@@ -25,8 +25,7 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree, owned
 from jdist.optim import Optimizer
-from jdist.optim.internal import started
-from jdist.pipeline.run.update import optimizers_for
+from jdist.optim.internal import check_optimizer, started
 from jdist.pipeline.schedule.actions import check_counts
 
 
@@ -184,7 +183,7 @@ def with_weight_stashing(optimizer: Optimizer, versions: int) -> WeightStashing:
       >>> state.version, stash.load_new_params(state), stash.load_old_params(state)
       (3, Array(-0.5, dtype=float32), Array(0., dtype=float32))
     """
-    optimizers_for([optimizer], 1, "with_weight_stashing(optimizer)")
+    check_optimizer("with_weight_stashing(optimizer)", optimizer)
     check_counts("with_weight_stashing", versions=versions)
     return WeightStashing(optimizer, versions)
 
