@@ -120,15 +120,13 @@ def outputs_of(
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
         returned = jax.eval_shape(stage.fn, params, *given)
-    # JAX raises these for shapes and dtypes that do not fit: an error of the wiring.
-    except (TypeError, ValueError) as error:
-        shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
-        rule = f"must fit together: stage {number} cannot take {shown}"
-        raise value_error(
-            "Pipeline(stages)", rule, f"{type(error).__name__}: {error}"
-        ) from error
     except Exception as error:
         shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
+        # JAX raises these for shapes and dtypes that do not fit: the wiring is wrong.
+        if isinstance(error, TypeError | ValueError):
+            rule = f"must fit together: stage {number} cannot take {shown}"
+            got = f"{type(error).__name__}: {error}"
+            raise value_error("Pipeline(stages)", rule, got) from error
         error.add_note(f"It was raised by stage {number}, which was given {shown}.")
         raise
     if not stage.stateful:

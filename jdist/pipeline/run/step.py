@@ -62,16 +62,8 @@ class StepInputs(NamedTuple):
     signature: Hashable = None
 
 
-class RoutedMessage(NamedTuple):
-    """A message that an action sends.
-
-    Attributes:
-      tag: Its tag.
-      worker: Rank of its receiver.
-    """
-
-    tag: MessageTag
-    worker: int
+RoutedMessage = tuple[MessageTag, int]
+"""A message that an action sends: its tag, and the rank of its receiver."""
 
 
 class Route(NamedTuple):
@@ -187,7 +179,7 @@ class Routes:
         consumer = destination if kind == "F" else source
         worker = self.places.worker
         tag = MessageTag(kind, micro, name, consumer, worker(source, micro))
-        return RoutedMessage(tag, worker(destination, micro))
+        return tag, worker(destination, micro)
 
 
 class Step(ABC):
@@ -310,8 +302,8 @@ class Step(ABC):
             inputs[name] = self._entry(worker, micro, name, stage)
         forward = run.outputs if self._forward_only else run.forward
         outputs = forward(micro, inputs)
-        for message in route.sent:
-            self._channels.put(*message, outputs[message.tag.name])
+        for tag, receiver in route.sent:
+            self._channels.put(tag, receiver, outputs[tag.name])
         last = stage == self._places.loss - 1
         return outputs, self._lose(worker, micro) if last else None
 
@@ -333,8 +325,8 @@ class Step(ABC):
         # the extreme of the batch is known only when all partials are joined.
         if self._loss.kind in ("max", "min"):
             share = MicroBatchShare(found.value, found.weight)
-        for message in route.sent:
-            self._channels.put(*message, (d_values[message.tag.name], share))
+        for tag, receiver in route.sent:
+            self._channels.put(tag, receiver, (d_values[tag.name], share))
         return found
 
     def _taken_by_loss(
@@ -369,8 +361,8 @@ class Step(ABC):
             name: summed(parts, self._invoke) for name, parts in received.items()
         }
         d_inputs = run.backward(micro, cotangents, share, split)
-        for message in route.sent:
-            self._channels.put(*message, (d_inputs[message.tag.name], share))
+        for tag, receiver in route.sent:
+            self._channels.put(tag, receiver, (d_inputs[tag.name], share))
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> PyTree:
         """An entry of the batch, on the device of its consumer."""

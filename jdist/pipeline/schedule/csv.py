@@ -14,7 +14,6 @@ public functions.
 import csv
 import io
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,18 +24,6 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _NO_ACTION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
 _CALL = "Schedule.from_csv"
-
-
-class CsvTable(NamedTuple):
-    """The content of a CSV text.
-
-    Attributes:
-      programs: The actions of each row; `I` has become B.
-      halves: For each B, by stage and micro-batch, whether it is written as `I`.
-    """
-
-    programs: list[list[Action]]
-    halves: dict[tuple[int, int], bool]
 
 
 def csv_text(columns: Columns, clock: np.ndarray, split: np.ndarray) -> str:
@@ -61,8 +48,12 @@ def csv_text(columns: Columns, clock: np.ndarray, split: np.ndarray) -> str:
     return out.getvalue()
 
 
-def read_csv(text: str) -> CsvTable:
+def read_csv(text: str) -> tuple[list[list[Action]], dict[tuple[int, int], bool]]:
     """The actions of a text written here or by torch.
+
+    Returns:
+      The actions of each row, in which `I` has become B; and for each B, by stage and
+      micro-batch, whether it is written as `I`.
 
     Raises:
       ValueError: A cell is not one of torch's, or a row is blank; names row and column.
@@ -78,7 +69,7 @@ def read_csv(text: str) -> CsvTable:
         ]
         programs.append(_counted_from_0([action for action, _ in read]))
         halves |= {a[1:]: half for a, half in read if a.kind == "B"}
-    return CsvTable(programs, halves)
+    return programs, halves
 
 
 def _rows(text: str) -> list[list[str]]:

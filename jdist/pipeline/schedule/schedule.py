@@ -194,15 +194,15 @@ class Schedule:
         if "," not in text and "\n" not in text:
             # Spreadsheets write a byte order mark, which utf-8-sig skips.
             text = Path(text).read_text(encoding="utf-8-sig")
-        table = read_csv(text)
+        programs, halves = read_csv(text)
         ordered = cls.of(
-            table.programs,
+            programs,
             name=name,
             placement=placement,
             update_policy=update_policy,
         )
         # Torch writes both letters; a mismatch is an error of the file, not a choice.
-        for (stage, micro_batch), half in table.halves.items():
+        for (stage, micro_batch), half in halves.items():
             if half != ordered.split[stage, micro_batch]:
                 written = "written as I without" if half else "a whole B beside"
                 worker = ordered.worker(stage, micro_batch)

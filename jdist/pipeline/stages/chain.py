@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._errors import check_sequence, quoted, type_error, value_error
+from jdist._errors import check_sequence, check_type, value_error
 from jdist._tree import PyTree, type_name
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.stage_program import StageProgram
@@ -224,10 +224,9 @@ def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
     )
 
 
-def _check_end(which: str, stage: object) -> None:
+def _check_end(which: str, stage: Stage) -> None:
     call = f"with_ends({which}=...)"
-    if not isinstance(stage, Stage):
-        raise type_error(call, "must be a Stage", quoted(stage))
+    check_type(call, stage, Stage, "must be a Stage")
     if stage.stateful:
         rule = "must have no state: give it to one of the stages"
         raise value_error(call, rule, "a stateful one")

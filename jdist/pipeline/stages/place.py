@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 
 from jdist._compat import automatic, launched, placed, shares_threads
-from jdist._errors import check_type, quoted, type_error, value_error
+from jdist._errors import check_type, type_error, value_error
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
 _PLACES = "Pipeline(places)"
@@ -104,8 +104,7 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
       ValueError: It has manual axes, or devices of other processes.
     """
     call = "Workers(mesh=...)"
-    if not isinstance(mesh, Mesh):
-        raise type_error(call, "must be a jax.sharding.Mesh", quoted(mesh))
+    check_type(call, mesh, Mesh, "must be a jax.sharding.Mesh")
     mesh = automatic_axes(call, mesh)
     here = jax.process_index()
     others = {device.process_index for device in mesh.devices.flat} - {here}
