@@ -161,16 +161,23 @@ class EpochExecutor(ScheduleExecutor):
         step, key = state.step, state.key
         # The key of the run does not change: each epoch derives its own.
         own = None if key is None else jax.random.fold_in(key, step)
-        self._identify(channels, step, stream, own)
+        settings = {
+            "first of": stream.length,
+            "schedule": f"{self._schedule.name} with {self._policy}",
+        }
+        # Later batches are compared at the end of the epoch: before each pass it would
+        # cost a message per batch.
+        part = stream[0]
+        channels.identify(CallArguments(step, settings, part.batch, [part], own))
         given = CallInputs(state.params, {}, None, state.states, own)
         # The first batch represents all, because the later ones are not read yet.
-        first = self._epoch_inputs(channels, given, state.opt_states, stream[0])
+        first = self._epoch_inputs(channels, given, state.opt_states, part)
         stashed = self._stashed(schedule, first.runs, state.opt_states)
         # Needed beyond `del state`: the metrics have the difference.
         skipped = skipped_in(state.opt_states) if self._scaled else None
         # Without these references the initial arrays are freed during the epoch, unless
         # the caller keeps them.
-        del state, given
+        del state, given, part
         programs.compile_ahead(first)
         # Read by all processes, for shapes and identity; some have no pass for it.
         if not self._takes(0):
@@ -227,23 +234,6 @@ class EpochExecutor(ScheduleExecutor):
         places = self._programs.places
         takers = {places.worker(stage, micro) for stage in range(places.loss)}
         return not takers.isdisjoint(places.own)
-
-    def _identify(
-        self,
-        channels: StageChannels,
-        step: int,
-        stream: BatchStream,
-        key: jax.Array | None,
-    ) -> None:
-        """Sets the identity of the call, with checksums of the first batch."""
-        # Later batches are compared at the end of the epoch: before each pass it would
-        # cost a message per batch.
-        first = stream[0]
-        settings = {
-            "first of": stream.length,
-            "schedule": f"{self._schedule.name} with {self._policy}",
-        }
-        channels.identify(CallArguments(step, settings, first.batch, [first], key))
 
     def _stashed(
         self,
