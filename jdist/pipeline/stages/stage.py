@@ -102,7 +102,7 @@ class Stage:
           constant: Names of inputs whose cotangents are not needed.
           label: Distinguishes stages made by one factory.
         """
-        meant = self._label("stage", label, self.fn, constant)
+        meant = self._label("stage", label, self.fn), constant
         body = _body(self, constant)
         return unguarded(segment(body, recompute=self.recompute, label=meant))
 
@@ -117,21 +117,15 @@ class Stage:
         if self.in_evaluation is None:
             # The same segment, so that one function is not compiled twice.
             return compiled
-        meant = self._label("evaluation", label, self.in_evaluation, frozenset())
+        meant = self._label("evaluation", label, self.in_evaluation)
         return unguarded(segment(_body_in_evaluation(self), label=meant))
 
-    def _label(
-        self,
-        use: str,
-        label: Hashable,
-        fn: Callable[..., PyTree],
-        constant: frozenset[str],
-    ) -> Hashable:
+    def _label(self, use: str, label: Hashable, fn: Callable[..., PyTree]) -> Hashable:
         # All stages share the code of `body`. The label tells `segment` which
         # differences are intended, so that it does not warn of recompilations. Callable
         # objects have no code: their class stands for it.
         code = getattr(fn, "__code__", type(fn))
-        return (use, label, code, self.stateful, self.keyed, constant)
+        return use, label, code, self.stateful, self.keyed
 
 
 def _check_tied(tied: Mapping[str, str]) -> None:
