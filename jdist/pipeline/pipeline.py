@@ -369,7 +369,13 @@ class Pipeline:
             parameters are compared, and an error is then raised on all workers.
         """
         if any(map(is_shape, jax.tree.leaves(params))):
-            return self._initial_shapes(params, states, key)
+            given = trees_of("Pipeline.init(states=...)", states, len(self.stages))
+            pairs = zip(self._optimizers, self._shapes("init", params), strict=True)
+            ahead = Ahead(places=True)
+            begun = [ahead(jax.jit(partial(started, one)), tree) for one, tree in pairs]
+            own, opt_states = map(list, zip(*begun, strict=True))
+            kept = self._shapes("init", given)
+            return PipelineState(0, own, opt_states, kept, shapes_of(key))
         if self._tied is None:
             return self._initial(params, states, key)[0]
         # A call of all workers: copies of one parameter are on several, which compare
@@ -402,26 +408,6 @@ class Pipeline:
         # Parameters of stages in other processes are compared as they were given.
         pairs = zip(params, placed, strict=True)
         return state, [tree if own is None else own for tree, own in pairs]
-
-    def _initial_shapes(
-        self,
-        params: Sequence[PyTree],
-        states: Sequence[PyTree] | None,
-        key: jax.Array | None,
-    ) -> PipelineState:
-        """The shapes of the state before the first training step."""
-        stages, ahead = len(self.stages), Ahead(places=True)
-        given = trees_of("Pipeline.init(states=...)", states, stages)
-        pairs = zip(self._optimizers, self._shapes("init", params), strict=True)
-        begun = [ahead(jax.jit(partial(started, one)), tree) for one, tree in pairs]
-        kept = self._shapes("init", given)
-        return PipelineState(
-            0,
-            [own for own, _ in begun],
-            [opt for _, opt in begun],
-            kept,
-            shapes_of(key),
-        )
 
     def _shapes(self, call: str, trees: Sequence[PyTree]) -> list[PyTree]:
         """The shapes of each stage's tree, on the device of its first worker."""
