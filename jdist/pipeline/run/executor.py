@@ -209,9 +209,12 @@ class StagePrograms:
         """
         if _case(given) in self._compiled_ahead:
             return
+        part = given.parts[0]
+        trees = [(run.params, run.state) for run in given.runs.values()]
+        inside = _is_transformed(trees, part.batch, part.weights)
         # A single stage of a single process has nothing to compile in parallel. Inside
         # a transformation stages are compiled as a part of the enclosing program.
-        if not self._sees_all or (len(given.runs) > 1 and not _is_traced(given)):
+        if not self._sees_all or (len(given.runs) > 1 and not inside):
             compile_ahead(given)
 
     def agreed(self, given: StepInputs) -> None:
@@ -245,14 +248,11 @@ def _case(given: StepInputs) -> tuple[Any, bool]:
     return given.signature, given.routes.places.schedule.forward_only
 
 
-def _is_traced(given: StepInputs) -> bool:
-    """Whether a step is inside `jax.jit`, `jax.grad` or another transformation."""
-    trees = [(run.params, run.state) for run in given.runs.values()]
-    part = given.parts[0]
+def _is_transformed(*trees: PyTree) -> bool:
+    """Whether trees are inside `jax.jit`, `jax.grad` or another transformation."""
     # Inside `jit` even a new array of zeros is traced: it shows a transformation whose
-    # arguments the step does not use.
-    leaves = jax.tree.leaves((trees, part.batch, part.weights, jnp.zeros(())))
-    return any(map(is_traced, leaves))
+    # arguments the trees do not have.
+    return any(map(is_traced, jax.tree.leaves((trees, jnp.zeros(())))))
 
 
 class ScheduleExecutor:
@@ -480,8 +480,7 @@ def check_not_traced(call: str, *trees: PyTree) -> None:
     Raises:
       ValueError: The call is inside `jax.jit`, `jax.grad` or another one.
     """
-    # Inside `jit` even a new array of zeros is traced.
-    if any(is_traced(leaf) for leaf in jax.tree.leaves((trees, jnp.zeros(())))):
+    if _is_transformed(*trees):
         rule = "must be called outside of jax.jit, jax.grad and other transformations: "
         rule += "its stages are on devices that it chooses, and compiled for them"
         remedy = "Call it as it is; without devices or a mesh it may be inside jit."
