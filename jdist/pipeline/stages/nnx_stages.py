@@ -176,11 +176,10 @@ def stages_from_nnx(
     stages = [j for j, group in enumerate(groups) for _ in group]
     stage_of = {m.name: j for m, j in zip(made, stages, strict=True)}
     # A module that was given without a list is a stage without a dict of parameters.
-    alone = {
-        m.name for m, j in zip(made, stages, strict=True)
-        if not isinstance(modules[j], list | tuple)
-    }  # fmt: skip
-    return assembled(made, stage_of, loss_inputs, recompute, frozenset(alone))
+    alone = frozenset(
+        name for name, j in stage_of.items() if not isinstance(modules[j], list | tuple)
+    )
+    return assembled(made, stage_of, loss_inputs, recompute, alone)
 
 
 def _chain(
