@@ -145,10 +145,14 @@ class Pipeline:
         check_flags("Pipeline", has_aux=has_aux)
         check_sequence("Pipeline(stages)", stages, Stage, "must be a sequence of Stage")
         self.wiring = wire(stages, loss_inputs)
+        check_function("Pipeline(loss_fn)", loss_fn)
+        if max_norm is not None:
+            call, rule = "Pipeline(max_norm=...)", "must be at least 0"
+            check_number(call, max_norm, rule, lambda x: x >= 0)
+        _check_schedule(schedule, self.wiring.stages)
         self.schedule = schedule
         self.passes: Sequence[PassRecord] = ()
         self.action_timer: ActionTimer | None = None
-        _check_arguments(schedule, self.wiring.stages, loss_fn, max_norm)
         self._optimizer = optimizer
         self._max_norm = max_norm
         # One program's ties are found at the end, after its executor has refused equal
@@ -639,48 +643,18 @@ class Pipeline:
         return CallInputs(trees, own, weights, kept, key, step)
 
 
-def _check_arguments(
-    schedule: Schedule,
-    stages: Sequence[Stage],
-    loss_fn: object,
-    max_norm: float | None,
-) -> None:
-    """Refuse arguments that do not fit the stages, or are of another type.
-
-    Raises:
-      TypeError: The schedule is not a `Schedule`, but its name, for example; the loss
-        function is none; or `max_norm` is no number.
-      ValueError: The schedule does not fit the stages, or `max_norm` is below 0.
-    """
-    check_function("Pipeline(loss_fn)", loss_fn)
-    if max_norm is not None:
-        call, rule = "Pipeline(max_norm=...)", "must be at least 0"
-        check_number(call, max_norm, rule, lambda x: x >= 0)
-    _check_no_name(schedule, len(stages))
-    _check_schedule(schedule, stages)
-
-
-def _check_no_name(schedule: object, stages: int) -> None:
-    """Refuse the name of a schedule, or the function that makes one.
-
-    Raises:
-      TypeError: It is not a `Schedule`.
-    """
-    if not isinstance(schedule, Schedule):
-        rule = "must be a Schedule"
-        remedy = (
-            f"Functions of jdist.pipeline make one: `one_f_one_b({stages}, 4)` is 1F1B "
-            "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
-        )
-        raise type_error("Pipeline(schedule)", rule, quoted(schedule), remedy)
-
-
-def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+def _check_schedule(schedule: object, stages: Sequence[Stage]) -> None:
     """Refuse a schedule that does not fit the stages.
 
     Raises:
+      TypeError: It is not a `Schedule`, but its name, for example.
       ValueError: It does not fit.
     """
+    if not isinstance(schedule, Schedule):
+        rule, n = "must be a Schedule", len(stages)
+        remedy = f"Functions of jdist.pipeline make one: `one_f_one_b({n}, 4)` is 1F1B "
+        remedy += "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
+        raise type_error("Pipeline(schedule)", rule, quoted(schedule), remedy)
     if schedule.stages != len(stages):
         rule = f"must be one for the {len(stages)} stages"
         raise value_error("Pipeline(schedule)", rule, f"one for {schedule.stages}")
