@@ -7,7 +7,7 @@ of them; all processes then call the program with the same batch.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -96,6 +96,7 @@ class OneProgramExecutor(ScheduleExecutor):
         # The first stage stands for all, which were checked to be equal.
         first, self._block, _ = parts_of(wiring.stages[0])
         *_, last = parts_of(wiring.stages[-1])
+        self._first, self._last = first, last
         self._compiled = self._block.compiled(frozenset(), "SPMD")
         self._ends = Ends(
             None
@@ -243,7 +244,10 @@ class OneProgramExecutor(ScheduleExecutor):
         else:
             spread, own = self._spread, self._resident(given.params)
             self._agree(own, batch, cut, key)
-        program = self._program(own, batch, cut, key, unrounded)
+        signature = _signature(own, batch, key), str(cut.weights.dtype), unrounded
+        if signature not in self._by_signature:
+            self._by_signature[signature] = self._made(own, batch, cut, key, unrounded)
+        program = self._by_signature[signature]
         blocks, tails = self._by_part(own)
         whole = [
             jax.tree.map(
@@ -322,22 +326,6 @@ class OneProgramExecutor(ScheduleExecutor):
 
     # --- once for all batches of equal shapes ---
 
-    def _program(
-        self,
-        own: Mapping[int, PyTree],
-        batch: PyTree,
-        cut: Lots,
-        key: PyTree,
-        unrounded: bool,
-    ) -> "_Program":
-        leaves, structure = jax.tree.flatten((own, batch, key))
-        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        specs = tuple([spec_of(x) for x in jax.tree.leaves(own)])
-        signature = kinds, specs, structure, str(cut.weights.dtype), unrounded
-        if signature not in self._by_signature:
-            self._by_signature[signature] = self._made(own, batch, cut, key, unrounded)
-        return self._by_signature[signature]
-
     def _made(
         self,
         own: Mapping[int, PyTree],
@@ -401,8 +389,7 @@ class OneProgramExecutor(ScheduleExecutor):
 
     def _values(self, ends: Ends, lot: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of the values between equal stages, and of the inputs of the loss."""
-        first, _, _ = parts_of(self._stages[0])
-        *_, last = parts_of(self._stages[-1])
+        first, last = self._first, self._last
         count, names = len(self._stages), self._stages[0].inputs
         given = {name: entry_of(lot, name, "stage 0") for name in names}
         value = given[names[0]]
@@ -419,8 +406,7 @@ class OneProgramExecutor(ScheduleExecutor):
         self, ends: Ends, loss: LossPasses, key: PyTree, unrounded: bool
     ) -> Model:
         chains = [stage.fn for stage in (self._stages[0], self._stages[-1])]
-        first, *_ = parts_of(self._stages[0])
-        *_, last = parts_of(self._stages[-1])
+        tied = shared_leaves(self._first, self._last, (ends.first, ends.last))
         rows = None
         if len(self._mesh.axis_names) > 1:
             rows = PartitionSpec(*tuple(self._spread.rows)[1:])
@@ -429,7 +415,7 @@ class OneProgramExecutor(ScheduleExecutor):
             self._compiled,
             self._ends,
             Ends(*(fn if isinstance(fn, Chain) else None for fn in chains)),
-            shared_leaves(first, last, (ends.first, ends.last)),
+            tied,
             loss,
             tuple(self._stages[-1].outputs),
             self._loss.gradient_kind,
@@ -502,6 +488,14 @@ def _check_unscaled(update: StageUpdates | None) -> None:
         rule = "must not scale the loss where one program runs all stages"
         call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
         raise value_error(call, rule, got, _REMEDY)
+
+
+def _signature(own: Mapping[int, PyTree], batch: PyTree, key: PyTree) -> Hashable:
+    """What a program depends on: shapes, dtypes, and shardings of parameters."""
+    leaves, structure = jax.tree.flatten((own, batch, key))
+    kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+    specs = tuple([spec_of(x) for x in jax.tree.leaves(own)])
+    return kinds, specs, structure
 
 
 def _with_dtype_of(x: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
