@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -80,13 +81,10 @@ def profile(
     if not layers:
         raise value_error("profile(layers=...)", "must not be empty", "none")
     key = jax.random.key(0) if key is None else key
-    if target is None:
-        # Put on the device first, so that transfers are not timed.
-        values = {
-            name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()
-        }
-    else:
-        values = {name: _on(target, value) for name, value in batch.items()}
+    # Put on the device first, so that transfers are not timed.
+    here = partial(jax.tree.map, jnp.asarray)
+    put = here if target is None else partial(_on, target)
+    values = {name: put(value) for name, value in batch.items()}
     writer = {name: f"input_{name}" for name in values}
     found = [
         Layer(writer[name], f"Input: {name}", 0.0, 0.0, (0.0,), 0.0) for name in values
