@@ -62,6 +62,11 @@ class PassRecord(NamedTuple):
     held: int
 
 
+EpochLosses = tuple[np.ndarray, np.ndarray, PyTree]
+"""For all micro-batches of an epoch: the means or sums of the losses, the `total` of
+each, and the auxiliary outputs."""
+
+
 @final
 class EpochStep(Step):
     """The passes and updates of one epoch, or of a part of one.
@@ -110,18 +115,12 @@ class EpochStep(Step):
 
     # --- results ---
 
-    def agree_on_epoch(
-        self, channels: StageChannels, computed: PyTree
-    ) -> tuple[np.ndarray, np.ndarray, PyTree]:
-        """Commits the epoch on all workers, or on none.
+    def agree_on_epoch(self, channels: StageChannels, computed: PyTree) -> EpochLosses:
+        """Commits the epoch on all workers, or on none; returns the losses of all.
 
         Args:
           channels: The call of the epoch.
           computed: The results of the epoch; see `StageChannels.agree`.
-
-        Returns:
-          For all micro-batches, on every worker: the means or sums of the losses, the
-          `total` of each, and the auxiliary outputs.
 
         Raises:
           ValueError: Other workers have read other batches.

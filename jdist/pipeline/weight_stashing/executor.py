@@ -36,7 +36,7 @@ from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.stages.place import resident
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream
-from jdist.pipeline.weight_stashing.epoch import EpochStep, PassRecord
+from jdist.pipeline.weight_stashing.epoch import EpochLosses, EpochStep, PassRecord
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
@@ -199,16 +199,11 @@ class EpochExecutor(ScheduleExecutor):
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         after = PipelineState(step + 1, params, opt_states, kept, key)
-        return after, self._metrics(*losses, skipped), epoch.passes
+        return after, self._metrics(losses, skipped), epoch.passes
 
-    def _metrics(
-        self,
-        values: np.ndarray,
-        weights: np.ndarray,
-        aux: PyTree,
-        skipped: list[int | None] | None,
-    ) -> Metrics:
+    def _metrics(self, found: EpochLosses, skipped: list[int | None] | None) -> Metrics:
         """The metrics of an epoch, from the losses and weights of its micro-batches."""
+        values, weights, aux = found
         if self._programs.loss.kind == "sum":
             return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
         loss = float((values * weights).sum() / weights.sum())
