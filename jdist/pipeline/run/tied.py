@@ -114,81 +114,46 @@ class Tied:
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
         """
-        parts = {j: self._parts(j, tree, grads[j]) for j, tree in params.items()}
-        sums: dict[int, dict[str, list[PyTree]]] = {j: {} for j in params}
-        for name, group in self._groups.items():
-            own = {j: parts[j][name] for j in group if j in params}
-            told = self._exchanged(name, own, places, channels) if own else {}
-            for j in own:
-                sums[j][name] = [told[s] for s in group]
-        return {
-            j: self._with_sums(j, tree, grads[j], sums[j], invoke.get(j, operator.call))
-            for j, tree in params.items()
+        where = {j: self._copies(j, tree) for j, tree in params.items()}
+        # A gradient may have None as a leaf, which `jax.tree.leaves` would skip.
+        leaves = {
+            j: _structure(tree).flatten_up_to(grads[j]) for j, tree in params.items()
         }
+        for name, group in self._groups.items():
+            own = {
+                j: [
+                    {below: leaves[j][i] for below, i in indices.items()}
+                    for indices in where[j][name]
+                ]
+                for j in group
+                if j in params
+            }
+            told = self._exchanged(name, own, places, channels) if own else {}
+            copies = [copy for part in told.values() for copy in part]
+            for j, mine in own.items():
+                call = invoke.get(j, operator.call)
+                for indices, like in zip(where[j][name], mine, strict=True):
+                    # All copies on this stage's devices: one program takes them. The
+                    # sum has the sharding of the parameter, or the update would compile
+                    # again.
+                    here = [laid_like(copy, like) for copy in copies]
+                    total = laid_like(call(_sum, here), like)
+                    for below, i in indices.items():
+                        leaves[j][i] = total[below]
+        return {j: _structure(tree).unflatten(leaves[j]) for j, tree in params.items()}
 
-    def _parts(
-        self, stage: int, params: PyTree, gradient: PyTree
-    ) -> dict[str, list[PyTree]]:
-        """A stage's gradients of its copies, by name.
-
-        Args:
-          stage: Number of the stage.
-          params: Its parameters.
-          gradient: Its gradient.
+    def _copies(self, stage: int, params: PyTree) -> dict[str, list[dict[str, int]]]:
+        """The indices of the leaves of each copy in a stage, by name.
 
         Raises:
           ValueError: A path is unknown.
         """
         structure = _structure(params)
-        # The gradient may have None as a leaf, which `jax.tree.leaves` would skip.
-        leaves = structure.flatten_up_to(gradient)
-        found = {}
-        for name in (name for name, group in self._groups.items() if stage in group):
-            copies = self._indices(structure, stage, name)
-            found[name] = [
-                {below: leaves[i] for below, i in indices.items()} for indices in copies
-            ]
-        return found
-
-    def _with_sums(
-        self,
-        stage: int,
-        params: PyTree,
-        gradient: PyTree,
-        parts: Mapping[str, Sequence[PyTree]],
-        invoke: Invoke,
-    ) -> PyTree:
-        """Replaces the gradients of a stage's copies by the sums over all copies.
-
-        Args:
-          stage: Number of the stage.
-          params: Its parameters.
-          gradient: Its gradient.
-          parts: By name, the gradients of all stages that share it, in order; of each
-            stage those of its copies.
-          invoke: Calls compiled functions; see `LoweredPrograms.named`.
-        """
-        if not parts:
-            return gradient
-        structure = _structure(params)
-        leaves = structure.flatten_up_to(gradient)
-        for name, copies in parts.items():
-            for indices in self._indices(structure, stage, name):
-                own = {below: leaves[i] for below, i in indices.items()}
-                # All copies on this stage's devices: one program takes them. The sum
-                # has the sharding of the parameter, or the update would compile again.
-                here = [laid_like(copy, own) for some in copies for copy in some]
-                total = laid_like(invoke(_sum, here), own)
-                for below, i in indices.items():
-                    leaves[i] = total[below]
-        return structure.unflatten(leaves)
-
-    def _indices(
-        self, structure: jax.tree_util.PyTreeDef, stage: int, name: str
-    ) -> list[dict[str, int]]:
-        """For each copy in a stage, the indices of its leaves."""
-        paths = self._groups[name][stage]
-        return [leaves_at(structure, stage, path) for path in paths]
+        return {
+            name: [leaves_at(structure, stage, path) for path in group[stage]]
+            for name, group in self._groups.items()
+            if stage in group
+        }
 
     def counted(self, stage: int, params: PyTree, gradient: PyTree) -> PyTree:
         """The leaves of a gradient that count for the norm: tied ones at one stage.
@@ -198,15 +163,12 @@ class Tied:
           params: Its parameters.
           gradient: Its gradient.
         """
-        structure = _structure(params)
-        leaves = structure.flatten_up_to(gradient)
-        for name, group in self._groups.items():
+        leaves = _structure(params).flatten_up_to(gradient)
+        for name, copies in self._copies(stage, params).items():
             # The copies are one parameter, whose gradient the norm counts once.
-            if stage in group:
-                copies = self._indices(structure, stage, name)
-                for indices in copies[stage == min(group) :]:
-                    for i in indices.values():
-                        leaves[i] = None
+            for indices in copies[stage == min(self._groups[name]) :]:
+                for i in indices.values():
+                    leaves[i] = None
         return leaves
 
     def _exchanged(
