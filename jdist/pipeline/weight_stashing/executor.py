@@ -114,21 +114,19 @@ class EpochExecutor(ScheduleExecutor):
 
     def _kind(self, stage: int) -> str:
         """How the gradients of an update of a stage are joined; see `StageRun`."""
-        alone = self._policy.every == 1 and self._is_alone(stage)
         # Each batch begins its backward pass with its own mean: later ones of the same
         # update are not read yet, so that their total is not known.
-        return "sum" if alone else self._programs.loss.kind
+        return "sum" if self._is_alone(stage) else self._programs.loss.kind
 
     def _is_alone(self, stage: int) -> bool:
-        """Whether a stage has one worker."""
-        return len(self._programs.places.schedule.placement[stage]) == 1
+        """Whether an update of a stage is that of one micro-batch on one worker."""
+        workers = self._programs.places.schedule.placement[stage]
+        return self._policy.every == 1 and len(workers) == 1
 
     def _update_in_backward(self, stage: int) -> Callable[..., PyTree] | None:
         """The update within a stage's backward pass; None if it comes later."""
-        alone = self._is_alone(stage)
-        # Only an update that needs the gradient of one micro-batch on one worker can be
-        # a part of the pass.
-        if self._policy.every > 1 or not alone:
+        # No other update can be a part of the pass.
+        if not self._is_alone(stage):
             return None
         assert self._optimizers is not None
         return update_in_backward(self._optimizers[stage], self._kind(stage))
