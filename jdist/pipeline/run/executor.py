@@ -354,8 +354,8 @@ class ScheduleExecutor:
         for (_, j), run in rehearse(inputs, found.named).items():
             unrounded = update is not None and update.unrounded[j]
             # The sum over replicas, which calls for each what a step does.
-            own = dict.fromkeys(places.schedule.placement[j], run.partial())
-            grads[j] = run.finished(run.joined(own), unrounded)
+            each_worker = dict.fromkeys(places.schedule.placement[j], run.partial())
+            grads[j] = run.finished(run.joined(each_worker), unrounded)
         params = {j: run.params for (_, j), run in inputs.runs.items()}
         named = {j: found.named(f"stage {j}") for j in params}
         if self._tied is not None:
