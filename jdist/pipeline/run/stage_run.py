@@ -152,7 +152,7 @@ class StageRun:
         # `jax.vjp` wants cotangents of the structure of the outputs: those of a named
         # tuple have to be one.
         self._returns = getattr(type(returned), "_make", type(returned))
-        return self._stage.named(returned)
+        return self._named(returned)
 
     def outputs(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Runs a forward pass without a backward pass; returns its outputs by name."""
@@ -166,6 +166,13 @@ class StageRun:
             key = self._invoke(fold, self._key, micro)
         values = tuple([inputs[name] for name in self._stage.inputs])
         return self.params, self.state, values, key
+
+    def _named(self, returned: PyTree) -> dict[str, PyTree]:
+        names = self._stage.outputs
+        # `check_shapes` has checked their number.
+        return dict(
+            zip(names, [returned] if len(names) == 1 else returned, strict=True)
+        )
 
     def backward(
         self,

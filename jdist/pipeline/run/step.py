@@ -436,8 +436,14 @@ class BatchStep(Step):
     def states(self) -> list[PyTree]:
         """The final state of each stage of this process; None for other stages."""
         places = self._places
-        totals = [self._parts[i].total for i in range(places.schedule.micro_batches)]
-        left = joined_states(self._channels, places, self._runs, totals)
+        if max(map(len, places.schedule.placement)) == 1:
+            # Each stage has one worker, whose state has seen all micro-batches.
+            left = {j: self._runs[w, j].state for j, w in places.stages.items()}
+        else:
+            totals = [
+                self._parts[i].total for i in range(places.schedule.micro_batches)
+            ]
+            left = joined_states(self._channels, places, self._runs, totals)
         return [left.get(j) for j in range(places.loss)]
 
     def agree(
