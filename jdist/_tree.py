@@ -124,6 +124,22 @@ def abbreviated(leaf: Shaped) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
+class _Unquoted(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def abbreviated_tree(tree: PyTree) -> PyTree:
+    """The dtypes and shapes of a tree's leaves, which are shown without quotes.
+
+    Example:
+      >>> import numpy as np
+      >>> abbreviated_tree({"h": np.zeros((3, 5), np.float32)})
+      {'h': float32[3,5]}
+    """
+    return jax.tree.map(lambda x: _Unquoted(abbreviated(x)), tree)
+
+
 def type_name(value: object) -> str:
     """The type of a value with an article, of an array with its module, for messages.
 

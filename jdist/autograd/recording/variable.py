@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import check_function, quoted, type_error, value_error
 from jdist._flax import other_variables
-from jdist._tree import PyTree, abbreviated, named_leaves, path_of
+from jdist._tree import PyTree, abbreviated, abbreviated_tree, named_leaves, path_of
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import (
     KEEPS_STATE,
@@ -248,7 +248,7 @@ class Variable(Operators):
         return kind, leaves, edges
 
     def __repr__(self) -> str:
-        shown = jax.tree.map(lambda x: _ShownText(abbreviated(x)), self._held.tree)
+        shown = abbreviated_tree(self._held.tree)
         return f"Variable({shown})"
 
 
@@ -359,10 +359,3 @@ def _check_hooked(gradient: PyTree, changed: PyTree) -> None:
 
 def _discard(hooks: dict[object, Hook], key: object) -> None:
     hooks.pop(key, None)
-
-
-class _ShownText(str):
-    """A text that is shown without quotation marks."""
-
-    __slots__ = ()
-    __repr__ = str.__str__

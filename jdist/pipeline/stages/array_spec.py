@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import value_error
-from jdist._tree import PyTree, abbreviated
+from jdist._tree import PyTree, abbreviated_tree
 
 __all__ = ["ArraySpec", "describe", "is_spec", "specs_of"]
 
@@ -102,11 +102,4 @@ def describe(value: PyTree) -> str:
     leaves = jax.tree.leaves(value)
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         value = jax.eval_shape(lambda: value)
-    return str(jax.tree.map(lambda x: _Unquoted(abbreviated(x)), value))
-
-
-class _Unquoted(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return str(abbreviated_tree(value))
