@@ -10,10 +10,9 @@ expects it. So workers that meet several times meet in the order of their calls.
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from jdist.rpc.base.current import Deadline
+from jdist.rpc.base.current import Deadline, Meta
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -27,7 +26,13 @@ from jdist.rpc.group.barrier_round import (
     end_of_wait,
 )
 from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
-from jdist.rpc.group.membership import Answers, Member, Membership
+from jdist.rpc.group.membership import (
+    Answers,
+    ElasticMembership,
+    FixedMembership,
+    Member,
+    Membership,
+)
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
 
@@ -40,24 +45,12 @@ _ENDING = "this group is ending; try again"
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 
 
-class _Farewell(NamedTuple):
-    """An unanswered request to leave.
-
-    Attributes:
-      request: Number of the request.
-      unaware: The members that have not noted it.
-    """
-
-    request: int
-    unaware: set[Member]
-
-
 class Coordinator:
     """Serves the control channels of a group.
 
     Args:
       transport: Where the workers reach it; owned by the coordinator.
-      membership: Members of the group; owned likewise.
+      world_size: Number of workers of the group; 0 for an elastic one.
       options: For the heartbeat.
       beats: Whether to expect signs of life.
     """
@@ -65,17 +58,18 @@ class Coordinator:
     def __init__(
         self,
         transport: Transport,
-        membership: Membership,
+        world_size: int,
         options: RpcOptions,
         beats: bool = True,
     ) -> None:
         self._transport = transport
         self._options = options
-        self._membership = membership
+        self._membership: Membership = (
+            FixedMembership(world_size) if world_size else ElasticMembership()
+        )
         self._rounds: dict[RoundKey, list[BarrierRound]] = {}
         self._leaving: str | None = None
         self._ended = False
-        self._farewells: dict[Member, _Farewell] = {}
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._pool = ThreadPool("rpc coordinator", MOST_WORKERS)
@@ -199,25 +193,15 @@ class Coordinator:
             raise ChannelClosed(member.gone)
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
-        elif frame.kind == "group.alive":
-            probe = int(frame.meta["probe"])
-            self._hear(frame, lambda: self._membership.lives(member, probe), member)
-        elif frame.kind == "group.known":
-            newcomer = int(frame.meta["incarnation"])
-            self._hear(frame, lambda: self._membership.knows(member, newcomer), member)
+        elif frame.kind == "group.confirm":
+            member.post(Frame(REPLY, frame.id, {}, None, []))
+            with self._lock:
+                number = int(frame.meta["number"])
+                self._post(self._membership.confirmed(member, number))
         elif frame.kind == "group.gather":
             self._gather(member, frame)
         elif frame.kind == "group.leave":
-            self._leave(member, frame)
-        elif frame.kind == "group.noted":
-            member.post(Frame(REPLY, frame.id, {}, None, []))
-            with self._lock:
-                self._note(member, int(frame.meta["incarnation"]))
-
-    def _hear(self, frame: Frame, heard: Callable[[], Answers], member: Member) -> None:
-        member.post(Frame(REPLY, frame.id, {}, None, []))
-        with self._lock:
-            self._post(heard())
+            self._gone(member, "it has left the group", frame)
 
     def _gather(self, member: Member, frame: Frame) -> None:
         key, contribution = contribution_of(member, frame)
@@ -277,50 +261,43 @@ class Coordinator:
 
     # --- leaving, and losses ---
 
-    def _leave(self, member: Member, frame: Frame) -> None:
-        """Removes a worker; answers it once all others have noted that, if it asks."""
-        with self._lock:
-            # Before `_gone`: a departure in order must not count as a loss.
-            member.left = True
-            unaware: set[Member] = set()
-            if frame.meta.get("noted") and self._membership.has(member):
-                unaware = {*self._membership.present()} - {member}
-            self._farewells[member] = _Farewell(frame.id, unaware)
-        # Where all n leave together, each would get n messages about the others.
-        together = frame.meta.get("together") is True
-        self._gone(member, "it has left the group", announce=not together)
-
-    def _note(self, member: Member, incarnation: int | None = None) -> None:
-        """Records that a member has noted one worker's departure; None for all."""
-        for leaver, farewell in list(self._farewells.items()):
-            if incarnation in (None, leaver.info.incarnation):
-                farewell.unaware.discard(member)
-            if leaver.gone is not None and not farewell.unaware:
-                leaver.post(Frame(REPLY, farewell.request, {}, None, []))
-                del self._farewells[leaver]
-
-    def _gone(self, member: Member, reason: str, announce: bool = True) -> None:
+    def _gone(self, member: Member, reason: str, leaving: Frame | None = None) -> None:
+        """Removes a worker that is lost, or is `leaving` by this request."""
         with self._lock:
             # The channels are closed one by one at the end, and those still open must
             # not bring the news that a worker is lost whose channel has just closed.
-            if member.gone is not None or (self._ended and not member.left):
+            if member.gone is not None or (self._ended and leaving is None):
                 return
-            member.gone = reason
+            member.gone, member.left = reason, leaving is not None
             belonged = self._membership.has(member)
             # Before the loss is announced: it may be a consequence of a stop of this
             # process, and then rank 0's worker must be told that reason first.
-            if not member.left:
+            if leaving is None:
                 self._blame_itself()
-            if self._membership.remove(member) and announce:
-                kind = "group.left" if member.left else "group.lost"
-                meta = {"incarnation": member.info.incarnation, "reason": reason}
-                for other in self._membership.present():
-                    other.post(Frame(kind, 0, meta, None, []))
+            known = self._membership.remove(member)
+            self._announce(member, leaving, known)
             if belonged:
                 self._miss(member, reason)
-            self._note(member)
-            self._post(self._membership.advance())
+            self._post(self._membership.advance(member))
             self._fewer.notify_all()
+
+    def _announce(self, member: Member, leaving: Frame | None, known: bool) -> None:
+        """Tells the others that a member is gone, and answers it if it is leaving."""
+        wishes: Meta = {} if leaving is None else leaving.meta
+        answer: Answers = []
+        if leaving is not None:
+            answer = [(member, Frame(REPLY, leaving.id, {}, None, []))]
+        # Where all n leave together, each would get n messages about the others.
+        announced = known and wishes.get("together") is not True
+        others = self._membership.present() if announced else []
+        kind = "group.lost" if leaving is None else "group.left"
+        meta = {"incarnation": member.info.incarnation, "reason": member.gone}
+        if wishes.get("noted"):
+            # It waits until the others have noted that it leaves.
+            self._post(self._membership.ask(others, kind, meta, lambda: answer))
+        else:
+            told = Frame(kind, 0, meta, None, [])
+            self._post([*((other, told) for other in others), *answer])
 
     def _blame_itself(self) -> None:
         """Tells rank 0's worker, if this process was stopped, why others leave it.

@@ -392,12 +392,8 @@ class CoordinatorClient:
             self._ended = str(meta["reason"])
         elif frame.kind == "group.stranger":
             self._strangers.put(str(meta["text"]))
-        elif frame.kind == "group.probe":
-            self._reply("group.alive", {"probe": meta["probe"]})
         elif frame.kind == "group.coming":
-            peer = self._agent.peer(PeerRecord.of_row(meta["member"]))
-            directory.know(peer)
-            self._reply("group.known", {"incarnation": peer.info.incarnation})
+            directory.know(self._agent.peer(PeerRecord.of_row(meta["member"])))
         elif frame.kind == "group.came":
             self._admit(directory.of_incarnation(meta["incarnation"]))
         elif frame.kind == "group.expelled":
@@ -406,19 +402,14 @@ class CoordinatorClient:
         elif frame.kind in ("group.lost", "group.left"):
             peer_gone = directory.of_incarnation(meta["incarnation"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))
-            if self.elastic and frame.kind == "group.left":
-                self._reply("group.noted", {"incarnation": meta["incarnation"]})
+        if "confirm" in meta:
+            # Not on the reading thread: sending may wait for the peer to read, and then
+            # neither side would read.
+            self._agent.pool.run(lambda: self._confirm(meta["confirm"]))
 
-    def _reply(self, kind: str, meta: Meta) -> None:
-        """Answers the coordinator, on a thread of the pool."""
-        # Not on the reading thread: sending may wait for the peer to read, and then
-        # neither side would read.
+    def _confirm(self, number: int) -> None:
         timeout = self._agent.options.heartbeat_timeout
-
-        def say() -> None:
-            self._ask(kind, meta, timeout, "membership")
-
-        self._agent.pool.run(say)
+        self._ask("group.confirm", {"number": number}, timeout, "membership")
 
     def _closed(self, reason: str) -> None:
         if self._left or self._head_incarnation is None:

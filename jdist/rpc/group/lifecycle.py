@@ -22,10 +22,9 @@ from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group import termination
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
-from jdist.rpc.group.membership import ElasticMembership, FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all, wait_until_idle
-from jdist.rpc.wire.channel import ChannelClosed, Transport
+from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import Limits
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
@@ -220,14 +219,6 @@ def transport_name(name: str, world_size: int) -> str:
     return name if world_size else f"{name[:100]}:{secrets.token_hex(8)}"
 
 
-def make_coordinator(
-    transport: Transport, world_size: int, options: RpcOptions, beats: bool = True
-) -> Coordinator:
-    """The coordinator of a group of this size; 0 for an elastic one."""
-    membership = FixedMembership(world_size) if world_size else ElasticMembership()
-    return Coordinator(transport, membership, options, beats)
-
-
 def prepared(agent: Agent) -> Agent:
     """Returns a new worker, which can be called once it belongs to a group."""
     function_calls.install(agent)
@@ -250,7 +241,7 @@ def _listen(request: JoinRequest) -> Coordinator:
         rule = "must be an address of rank 0's machine and a free port"
         shown = f"{host}:{port} ({error.strerror or error})"
         raise OSError(error.errno, requirement(_COORDINATOR, rule, shown)) from error
-    return make_coordinator(transport, request.world_size, request.options)
+    return Coordinator(transport, request.world_size, request.options)
 
 
 def _own_transport(request: JoinRequest) -> SocketTransport:

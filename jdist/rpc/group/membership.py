@@ -6,11 +6,14 @@ died a moment ago is still listed, and must not keep its successor out.
 
 import abc
 import dataclasses
+import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jdist.rpc.base.current import Meta
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import MOST_WORKERS, PeerRecord, WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed
@@ -118,13 +121,16 @@ class Refusal(NamedTuple):
     numbers: tuple[int, ...] = ()
 
 
-class Doubt(NamedTuple):
-    """A newcomer whose name or rank is taken, by a worker that may be dead."""
+class Inquiry(NamedTuple):
+    """A message that members confirm, each by its number.
 
-    newcomer: Member
-    rival: Member
-    world_size: int
-    probe: int
+    Attributes:
+      awaited: The members that have not confirmed it and are not gone.
+      then: Called once there are none; returns the frames that are due.
+    """
+
+    awaited: set[Member]
+    then: Callable[[], Answers]
 
 
 class Membership(abc.ABC):
@@ -145,8 +151,10 @@ class Membership(abc.ABC):
         self.failure: Refusal | None = None
         self._world_size = world_size
         self._members: dict[str, Member] = {}
-        self._doubts: list[Doubt] = []
-        self._probes = 0
+        # Newcomers whose name or rank is taken, by workers that may be dead.
+        self._doubtful: list[Member] = []
+        self._inquiries: dict[int, Inquiry] = {}
+        self._numbers = itertools.count(1)
 
     # --- joining ---
 
@@ -155,8 +163,8 @@ class Membership(abc.ABC):
         """Handle a request to join."""
 
     @abc.abstractmethod
-    def not_unique(self, doubt: Doubt) -> Answers:
-        """Handle a newcomer whose name or rank is certainly taken."""
+    def not_unique(self, newcomer: Member, rival: Member) -> Answers:
+        """Handle a newcomer whose name or rank is certainly the rival's."""
 
     @abc.abstractmethod
     def fail(self, failure: str) -> Answers:
@@ -181,10 +189,6 @@ class Membership(abc.ABC):
     def is_ending(self, info: WorkerInfo) -> bool:
         """Whether this newcomer means the next group at this place, not this one."""
 
-    def knows(self, member: Member, newcomer: int) -> Answers:
-        """Handle a member's report that it knows the newcomer of this incarnation."""
-        return []
-
     def close(self) -> list[Member]:
         """Stop admitting workers; return those that were waiting."""
         return []
@@ -193,29 +197,55 @@ class Membership(abc.ABC):
         """Whether, after a failure, as many were refused as were expected."""
         return True
 
-    def lives(self, member: Member, probe: int) -> Answers:
-        """Handle a member's answer to the probe of this number."""
-        # An answer to an earlier probe proves nothing: the rival may have died since.
-        decided = [d for d in self._doubts if d.rival is member and d.probe <= probe]
-        self._doubts = [doubt for doubt in self._doubts if doubt not in decided]
-        return [answer for doubt in decided for answer in self.not_unique(doubt)]
+    # --- confirmations ---
+
+    def ask(
+        self,
+        members: Sequence[Member],
+        kind: str,
+        meta: Meta,
+        then: Callable[[], Answers],
+    ) -> Answers:
+        """Send a message; `then` once each of these members confirms it, or is gone."""
+        if not members:
+            return then()
+        number = next(self._numbers)
+        self._inquiries[number] = Inquiry(set(members), then)
+        frame = Frame(kind, 0, meta | {"confirm": number}, None, [])
+        return [(one, frame) for one in members]
+
+    def confirmed(self, member: Member, number: int) -> Answers:
+        """Handle a member's confirmation of the message of this number."""
+        # Only of that one: the member may have died since it confirmed an earlier one.
+        return self._await_no_longer(member, [number])
+
+    def silent(self) -> set[Member]:
+        """The members that have not confirmed all that they were asked."""
+        return {one for each in self._inquiries.values() for one in each.awaited}
+
+    def _await_no_longer(self, member: Member, numbers: Iterable[int]) -> Answers:
+        answers: Answers = []
+        for number in numbers:
+            inquiry = self._inquiries.get(number)
+            if inquiry is None or member not in inquiry.awaited:
+                continue
+            inquiry.awaited.discard(member)
+            if not inquiry.awaited:
+                del self._inquiries[number]
+                answers += inquiry.then()
+        return answers
 
     # --- leaving ---
 
     def remove(self, member: Member) -> bool:
         """Remove a worker; return whether all others knew it as a member."""
-        self._doubts = [one for one in self._doubts if one.newcomer is not member]
+        if member in self._doubtful:
+            self._doubtful.remove(member)
         return self._forget(member)
 
-    def advance(self) -> Answers:
-        """Admit newcomers whose name or rank was taken by a departed worker."""
-        settled = [doubt for doubt in self._doubts if doubt.rival.gone is not None]
-        self._doubts = [doubt for doubt in self._doubts if doubt.rival.gone is None]
-        return [
-            answer
-            for doubt in settled
-            for answer in self.add(doubt.newcomer, doubt.world_size)
-        ]
+    def advance(self, gone: Member) -> Answers:
+        """Handle what waited for the confirmation of a worker that is gone."""
+        return self._await_no_longer(gone, list(self._inquiries))
 
     # --- asking ---
 
@@ -247,16 +277,18 @@ class Membership(abc.ABC):
         """The workers that wait to be admitted."""
 
     def _doubt(self, newcomer: Member, rival: Member, world_size: int) -> Answers:
-        answers = self._probe([rival])
-        self._doubts.append(Doubt(newcomer, rival, world_size, self._probes))
-        return answers
+        """Ask the rival whether it lives, and admit or refuse the newcomer then."""
+        self._doubtful.append(newcomer)
 
-    def _probe(self, members: list[Member]) -> Answers:
-        """Ask members whether they live."""
-        # Numbered, because only an answer to this very probe says so.
-        self._probes += 1
-        meta = {"probe": self._probes}
-        return [(one, Frame("group.probe", 0, meta, None, [])) for one in members]
+        def decide() -> Answers:
+            if newcomer not in self._doubtful:
+                return []  # it was refused meanwhile, or is gone
+            self._doubtful.remove(newcomer)
+            if rival.gone is None:
+                return self.not_unique(newcomer, rival)
+            return self.add(newcomer, world_size)
+
+        return self.ask([rival], "group.probe", {}, decide)
 
     def _misfit(self, member: Member, world_size: int) -> Refusal | None:
         """The refusal of a newcomer whose world size or rank does not fit."""
@@ -295,8 +327,6 @@ class FixedMembership(Membership):
         self.complete = False
         self._told = 0
         self._strangers: list[str] = []
-        self._unsure: set[Member] = set()
-        self._asked = 0
 
     def add(self, member: Member, world_size: int) -> Answers:
         """See `Membership.add`."""
@@ -319,35 +349,27 @@ class FixedMembership(Membership):
             return told
         # All must answer a probe before the group is complete: a worker that died a
         # moment ago would be missed for ever, and its successor be refused.
-        probed = self._probe([one for one in self._members.values() if one != member])
-        self._unsure, self._asked = {one for one, _ in probed}, self._probes
-        return told + (probed or self._complete())
+        members = dict(self._members)
+        others = [one for one in members.values() if one is not member]
 
-    def lives(self, member: Member, probe: int) -> Answers:
-        """See `Membership.lives`."""
-        answers = super().lives(member, probe)
-        full = len(self._members) == self._world_size
-        # An answer to an earlier probe proves nothing: its worker may have died since.
-        if self.complete or not full or probe < self._asked:
-            return answers
-        self._unsure.discard(member)
-        return answers if self._unsure else answers + self._complete()
+        def all_live() -> Answers:
+            return self._complete() if self._members == members else []
+
+        return told + self.ask(others, "group.probe", {}, all_live)
 
     def _complete(self) -> Answers:
         self.complete = True
-        doubts, self._doubts = self._doubts, []
         present = self.present()
         meta = {"members": [record_of(one) for one in present]}
-        told = [(one, Frame(REPLY, one.request, meta, None, [])) for one in present]
-        return told + [answer for doubt in doubts for answer in self.not_unique(doubt)]
+        return [(one, Frame(REPLY, one.request, meta, None, [])) for one in present]
 
-    def not_unique(self, doubt: Doubt) -> Answers:
+    def not_unique(self, newcomer: Member, rival: Member) -> Answers:
         """See `Membership.not_unique`: fails the group unless it is complete."""
-        refusal = clash(doubt.newcomer.info, doubt.rival.info)
+        refusal = clash(newcomer.info, rival.info)
         # Before that, one of the two has the place of a worker that will be missing.
         if self.complete:
-            return self._refuse([doubt.newcomer], refusal)
-        return self._fail(refusal, [doubt.newcomer])
+            return self._refuse([newcomer], refusal)
+        return self._fail(refusal, [newcomer])
 
     def fail(self, failure: str) -> Answers:
         """See `Membership.fail`: the group will never be complete."""
@@ -378,8 +400,9 @@ class FixedMembership(Membership):
             f"Here: {', '.join(f'{info.name} ({info.id})' for info in here)}."
         )
         if not missing:
-            missing = sorted(one.info.id for one in self._unsure)
-            text += f" Silent: {', '.join(one.info.name for one in self._unsure)}."
+            silent = self.silent()
+            missing = sorted(one.info.id for one in silent)
+            text += f" Silent: {', '.join(one.info.name for one in silent)}."
         text = " ".join([text, *self._strangers])
         return self._fail(Refusal(text, LATE, tuple(missing)), [])
 
@@ -410,12 +433,10 @@ class FixedMembership(Membership):
             return False
         if not self.complete:
             del self._members[member.info.name]
-            self._unsure.discard(member)
         return self.complete
 
     def _joining(self) -> list[Member]:
-        doubtful = [doubt.newcomer for doubt in self._doubts]
-        return [] if self.complete else [*self._members.values(), *doubtful]
+        return [] if self.complete else [*self._members.values(), *self._doubtful]
 
     def _full(self, member: Member, rival: Member | None) -> Refusal:
         if rival is not None and rival.gone is None:
@@ -430,7 +451,7 @@ class FixedMembership(Membership):
         self.failure = failure
         waiting = [*self._joining(), *others]
         self._members.clear()
-        self._doubts.clear()
+        self._doubtful.clear()
         return self._refuse(waiting, failure)
 
     def _refuse(self, members: list[Member], refusal: Refusal) -> Answers:
@@ -451,7 +472,7 @@ class ElasticMembership(Membership):
     worker that it does not know:
 
         coordinator -> all members   coming    serve this one from now on
-        all members -> coordinator   known
+        all members -> coordinator   confirm
         coordinator -> newcomer      the answer to its request, with all members
         coordinator -> all members   came      you may call it, and speak of it
 
@@ -467,7 +488,6 @@ class ElasticMembership(Membership):
         self.closing = False
         self._waiting: list[Member] = []
         self._entering: Member | None = None
-        self._unaware: set[Member] = set()
         self._incarnations: set[int] = set()
         self._last = MOST_WORKERS
 
@@ -480,36 +500,20 @@ class ElasticMembership(Membership):
         if rival is not None:
             return self._doubt(member, rival, world_size)
         self._waiting.append(member)
-        return self.advance()
+        return self._admit_next()
 
-    def advance(self) -> Answers:
+    def advance(self, gone: Member) -> Answers:
         """See `Membership.advance`; admits the next newcomer."""
-        answers = super().advance()
-        # One newcomer at a time, and only when all members know it: as soon as it is
-        # admitted, any of them may receive a call from it or a reference that names it.
-        while not self._unaware:
-            if self._entering is not None:
-                answers += self._enter(self._entering)
-            ready = [m for m in self._waiting if m.info.id == 0 or self.is_ready]
-            if not ready:
-                break
-            answers += self._begin(ready[0])
-        return answers
-
-    def knows(self, member: Member, newcomer: int) -> Answers:
-        """See `Membership.knows`."""
-        if self._entering is not None and self._entering.info.incarnation == newcomer:
-            self._unaware.discard(member)
-        return self.advance()
+        return super().advance(gone) + self._admit_next()
 
     @property
     def is_ready(self) -> bool:
         """Whether rank 0 has been admitted."""
         return any(member.info.id == 0 for member in self.present())
 
-    def not_unique(self, doubt: Doubt) -> Answers:
+    def not_unique(self, newcomer: Member, rival: Member) -> Answers:
         """See `Membership.not_unique`: only the newcomer is refused."""
-        return refuse([doubt.newcomer], clash(doubt.newcomer.info, doubt.rival.info))
+        return refuse([newcomer], clash(newcomer.info, rival.info))
 
     def fail(self, failure: str) -> Answers:
         """See `Membership.fail`."""
@@ -524,7 +528,7 @@ class ElasticMembership(Membership):
     def expire(self, now: float) -> Answers:
         """See `Membership.expire`; the group continues without them."""
         late = [m for m in self._joining() if m.until is not None and m.until <= now]
-        unaware = ", ".join(sorted(member.info.name for member in self._unaware))
+        unaware = ", ".join(sorted(member.info.name for member in self.silent()))
         why = f"{unaware} did not say that they know of it" if unaware else "no turn"
         answers: Answers = []
         for member in late:
@@ -549,22 +553,31 @@ class ElasticMembership(Membership):
     def _dismiss(self) -> list[Member]:
         joining = self._joining()
         self._waiting.clear()
-        self._doubts.clear()
+        self._doubtful.clear()
         return joining
 
-    def _begin(self, member: Member) -> Answers:
+    def _admit_next(self) -> Answers:
+        # One newcomer at a time, and only when all members know it: as soon as it is
+        # admitted, any of them may receive a call from it or a reference that names it.
+        ready = [m for m in self._waiting if m.info.id == 0 or self.is_ready]
+        if self._entering is not None or not ready:
+            return []
+        member = ready[0]
         self._waiting.remove(member)
         free = self._free_incarnation(member.info.id)
         if free is None:
             text = f"This group has had {MOST_WORKERS} workers, and can have no more."
-            return refuse([member], Refusal(text))
+            return refuse([member], Refusal(text)) + self._admit_next()
         set_incarnation(member, free)
         self._entering = member
-        self._unaware = set(self.present())
-        coming = Frame("group.coming", 0, {"member": record_of(member)}, None, [])
-        return [(other, coming) for other in self.present()]
+        meta = {"member": record_of(member)}
+        return self.ask(
+            self.present(), "group.coming", meta, lambda: self._enter(member)
+        )
 
     def _enter(self, member: Member) -> Answers:
+        if member is not self._entering:
+            return []  # it is gone
         self._entering = None
         meta = {"incarnation": member.info.incarnation}
         came = Frame("group.came", 0, meta, None, [])
@@ -572,7 +585,8 @@ class ElasticMembership(Membership):
         self._members[member.info.name] = member
         members = {"members": [record_of(one) for one in self.present()]}
         member.until = None
-        return [(member, Frame(REPLY, member.request, members, None, [])), *told]
+        answer = Frame(REPLY, member.request, members, None, [])
+        return [(member, answer), *told, *self._admit_next()]
 
     def _free_incarnation(self, rank: int) -> int | None:
         """The rank if unused as an incarnation, else the highest unused number."""
@@ -588,11 +602,10 @@ class ElasticMembership(Membership):
         return None
 
     def _forget(self, member: Member) -> bool:
-        self._unaware.discard(member)
         if member in self._waiting:
             self._waiting.remove(member)
         if member is self._entering:
-            self._entering, self._unaware = None, set()
+            self._entering = None
             return True  # all others know of it by `group.coming`
         if not self.has(member):
             return False
@@ -606,7 +619,7 @@ class ElasticMembership(Membership):
         return [*self._waiting, *entering]
 
     def _joining(self) -> list[Member]:
-        return [*self._candidates(), *(doubt.newcomer for doubt in self._doubts)]
+        return [*self._candidates(), *self._doubtful]
 
 
 def rival_of(newcomer: Member, members: list[Member]) -> Member | None:

@@ -20,7 +20,7 @@ from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.group.coordinator import NAME, Coordinator
-from jdist.rpc.group.membership import LATE, MISFIT, NOT_UNIQUE, FixedMembership
+from jdist.rpc.group.membership import LATE, MISFIT, NOT_UNIQUE
 from jdist.rpc.group.rendezvous import KEY_VARIABLE
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ANSWERS, REPLY, Frame
@@ -108,9 +108,7 @@ def _listen(place: RunPlace, key: bytes, until: float | None) -> Coordinator:
         return SocketTransport(NAME, key, host, port, insecure=True)
 
     transport = once_known(host, until, listen)
-    return Coordinator(
-        transport, FixedMembership(place.size), RpcOptions(), beats=False
-    )
+    return Coordinator(transport, place.size, RpcOptions(), beats=False)
 
 
 def _connected(
@@ -160,9 +158,10 @@ def _attend(channel: Channel, place: RunPlace, until: float | None) -> None:
             frame = channel.receive(late)
             if frame.kind in ANSWERS and frame.id == _JOIN:
                 break
-            if frame.kind == "group.probe":
-                alive = {"probe": frame.meta["probe"]}
-                channel.send(Frame("group.alive", next(numbers), alive, None, []), late)
+            if "confirm" in frame.meta:
+                meta = {"number": frame.meta["confirm"]}
+                number = next(numbers)
+                channel.send(Frame("group.confirm", number, meta, None, []), late)
     except (ChannelClosed, TimeoutError) as error:
         raise AbsentRanks(
             f"Rank 0 of {place.size} left while rank {place.rank} waited with it for "

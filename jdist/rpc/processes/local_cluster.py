@@ -21,14 +21,9 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import device_maps
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.group.coordinator import NAME
+from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
-from jdist.rpc.group.lifecycle import (
-    leave,
-    make_coordinator,
-    prepared,
-    transport_name,
-)
+from jdist.rpc.group.lifecycle import leave, prepared, transport_name
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 
 
@@ -187,7 +182,7 @@ class _Meeting:
         # A hub of its own: a worker may have the coordinator's name.
         self._at = InProcessTransport(NAME, Hub())
         # One process: no worker can fall silent alone.
-        self.coordinator = make_coordinator(self._at, world_size, options, beats=False)
+        self.coordinator = Coordinator(self._at, world_size, options, beats=False)
         self.agents: list[Agent] = []
         self._lock = threading.Lock()
 

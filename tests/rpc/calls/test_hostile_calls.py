@@ -329,8 +329,7 @@ JOIN = {
     [
         ("group.join", JOIN),
         ("group.gather", GATHER),
-        ("group.alive", {"probe": 1}),
-        ("group.known", {"number": 1}),
+        ("group.confirm", {"number": 1}),
         ("group.leave", {}),
         ("x", {}),
     ],

@@ -76,8 +76,7 @@ def is_gone():
     ("kind", "good"),
     [
         ("group.gather", GATHER),
-        ("group.alive", {"probe": 1}),
-        ("group.known", {"incarnation": 1}),
+        ("group.confirm", {"number": 1}),
         ("x", {}),
     ],
 )

@@ -34,7 +34,7 @@ def told(answers):
 def leave(group, one, left=True):
     """What everybody is told because one has gone, beside that."""
     one.left, one.gone = left, "left" if left else "killed"
-    return group.remove(one), group.advance()
+    return group.remove(one), group.advance(one)
 
 
 # --- a fixed size ---
@@ -44,14 +44,14 @@ def complete_group():
     group, members = FixedMembership(2), [member("first", 0), member("second", 1)]
     answers = [group.add(one, 2) for one in members]
     assert [told(each) for each in answers] == [[], [("first", "group.probe")]]
-    answers = group.lives(members[0], probe_in(answers[1]))
+    answers = group.confirmed(members[0], number_in(answers[1]))
     assert told(answers) == [("first", REPLY), ("second", REPLY)]
     return group, members
 
 
-def probe_in(answers):
-    """The number of a probe that was sent."""
-    return answers[0][1].meta["probe"]
+def number_in(answers):
+    """The number by which the last message that was sent is to be confirmed."""
+    return answers[-1][1].meta["confirm"]
 
 
 def test_who_left_may_come_back_under_another_name():
@@ -83,7 +83,7 @@ def test_who_died_while_joining_is_replaced():
     assert leave(group, dead, left=False) == (False, [])
     answers = group.add(member("b", 0), 2)
     assert told(answers) == [("a", "group.probe")]
-    answers = group.lives(successor, probe_in(answers))
+    answers = group.confirmed(successor, number_in(answers))
     assert told(answers) == [("b", REPLY), ("a", REPLY)]
     assert answers[1][0] is successor
 
@@ -95,16 +95,16 @@ def test_a_group_is_complete_when_all_live():
     assert group.add(dead, 3) == group.add(first, 3) == []
     answers = group.add(last, 3)
     assert told(answers) == [("a", "group.probe"), ("b", "group.probe")]
-    assert group.lives(first, probe_in(answers)) == []
+    assert group.confirmed(first, number_in(answers)) == []
     assert leave(group, dead, left=False) == (False, [])
     assert not group.complete
-    old, successor = probe_in(answers), member("a", 1)
+    old, successor = number_in(answers), member("a", 1)
     answers = group.add(successor, 3)
     assert told(answers) == [("b", "group.probe"), ("c", "group.probe")]
     for one in (first, last):  # That is no answer to this probe.
-        assert group.lives(one, old) == []
-    assert group.lives(first, probe_in(answers)) == []
-    answers = group.lives(last, probe_in(answers))
+        assert group.confirmed(one, old) == []
+    assert group.confirmed(first, number_in(answers)) == []
+    answers = group.confirmed(last, number_in(answers))
     assert told(answers) == [("b", REPLY), ("a", REPLY), ("c", REPLY)]
 
 
@@ -143,10 +143,10 @@ def test_who_lives_keeps_its_name():
     group, first, double = FixedMembership(3), member("a", 1), member("a", 2)
     other = member("b", 2)
     assert group.add(first, 3) == []
-    probe = probe_in(group.add(double, 3))
+    probe = number_in(group.add(double, 3))
     assert group.add(other, 3) == []  # The double's rank is not taken yet.
-    assert group.lives(first, probe - 1) == []
-    answers = group.lives(first, probe)
+    assert group.confirmed(first, probe - 1) == []
+    answers = group.confirmed(first, probe)
     assert {one for one, _ in answers} == {first, double, other}
     for _, frame in answers:
         assert "Workers 1 and 2 share the same name." in frame.meta["error"]
@@ -157,12 +157,13 @@ def test_a_double_is_refused_when_the_others_are_complete():
     group, first, last = FixedMembership(2), member("a", 0), member("b", 1)
     double = member("b", 1)
     group.add(first, 2)
-    probe = probe_in(group.add(last, 2))
-    again = probe_in(group.add(double, 2))
-    answers = group.lives(first, probe)
-    assert told(answers) == [("a", REPLY), ("b", REPLY), ("b", ERROR)]
-    assert answers[2][0] is double
-    assert group.lives(last, again) == []
+    probe = number_in(group.add(last, 2))
+    again = number_in(group.add(double, 2))
+    answers = group.confirmed(first, probe)
+    assert told(answers) == [("a", REPLY), ("b", REPLY)]
+    ((one, refusal),) = group.confirmed(last, again)
+    assert one is double
+    assert "RPC worker name b is not unique." in refusal.meta["error"]
     assert group.failure is None
 
 
@@ -211,22 +212,23 @@ def elastic(*names):
 
 def let_in(group, newcomer):
     """All say that they know the newcomer; what is told at the end."""
-    answers = group.add(newcomer, 0)
+    answers = asked = group.add(newcomer, 0)
     for other in group.present():
         if other is not newcomer:
             assert not any(one is newcomer for one, _ in answers)
-            answers = group.knows(other, newcomer.info.incarnation)
+            answers = group.confirmed(other, number_in(asked))
     return answers
 
 
 def test_a_newcomer_is_let_in_when_all_know_it():
     group, (a, b) = elastic("a", "b")
     c = member("c", 2)
-    assert told(group.add(c, 0)) == [("a", "group.coming"), ("b", "group.coming")]
-    assert group.knows(a, c.info.incarnation) == []
-    assert group.knows(a, c.info.incarnation) == []
+    asked = group.add(c, 0)
+    assert told(asked) == [("a", "group.coming"), ("b", "group.coming")]
+    assert group.confirmed(a, number_in(asked)) == []
+    assert group.confirmed(a, number_in(asked)) == []
     assert not group.is_present("c")
-    answers = group.knows(b, c.info.incarnation)
+    answers = group.confirmed(b, number_in(asked))
     assert told(answers) == [("c", REPLY), ("a", "group.came"), ("b", "group.came")]
     rows = answers[0][1].meta["members"]
     assert [row[:3] for row in rows] == [["a", 0, 0], ["b", 1, 1], ["c", 2, 2]]
@@ -240,8 +242,9 @@ def test_one_after_the_other_and_rank_0_first():
         member("c", 2),
     )
     assert group.add(c, 0) == group.add(b, 0) == []
-    assert told(group.add(late, 0)) == [("a", REPLY), ("a", "group.coming")]
-    answers = group.knows(late, c.info.incarnation)
+    asked = group.add(late, 0)
+    assert told(asked) == [("a", REPLY), ("a", "group.coming")]
+    answers = group.confirmed(late, number_in(asked))
     assert told(answers) == [
         ("c", REPLY),
         ("a", "group.came"),
@@ -253,8 +256,8 @@ def test_one_after_the_other_and_rank_0_first():
 def test_who_goes_is_not_waited_for():
     group, (a, b) = elastic("a", "b")
     c = member("c", 2)
-    group.add(c, 0)
-    assert group.knows(a, c.info.incarnation) == []
+    asked = group.add(c, 0)
+    assert group.confirmed(a, number_in(asked)) == []
     belonged, answers = leave(group, b, left=False)
     assert belonged
     assert told(answers) == [("c", REPLY), ("a", "group.came")]
@@ -269,7 +272,7 @@ def test_a_newcomer_that_dies_makes_room_for_the_next():
     belonged, answers = leave(group, dead, left=False)
     assert belonged  # The others had been told of it.
     assert told(answers) == [("a", "group.coming")]
-    answers = group.knows(a, successor.info.incarnation)
+    answers = group.confirmed(a, number_in(answers))
     assert answers[0][0] is successor
     assert group.gone("b") is None
 
@@ -294,7 +297,7 @@ def test_names_and_ranks_come_again_and_numbers_never():
 def test_who_lives_keeps_its_rank_and_the_group_goes_on():
     group, (_, b) = elastic("a", "b")
     double = member("c", 1)
-    ((one, refusal),) = group.lives(b, probe_in(group.add(double, 0)))
+    ((one, refusal),) = group.confirmed(b, number_in(group.add(double, 0)))
     assert one is double
     assert "Rank 1 is not unique: b and c have it." in refusal.meta["error"]
     assert told(let_in(group, member("c", 2)))[0] == ("c", REPLY)
@@ -304,9 +307,9 @@ def test_a_newcomer_waits_no_longer_than_it_wants():
     group, (a, b) = elastic("a", "b")
     first, second = member("c", 2), member("d", 3)
     first.until, second.until = 5.0, 6.0
-    group.add(first, 0)
+    asked = group.add(first, 0)
     group.add(second, 0)
-    group.knows(a, first.info.incarnation)
+    group.confirmed(a, number_in(asked))
     ((one, refusal),) = group.expire(5.5)
     assert one is first
     assert "c was not let in in time: b did not say" in refusal.meta["error"]
