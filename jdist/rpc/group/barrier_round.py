@@ -1,7 +1,7 @@
 """The coordinator's state of one round of a collective."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -31,19 +31,26 @@ class RoundKey(NamedTuple):
     ends: bool
 
 
-class Purpose(NamedTuple):
-    """The collective that a worker called; all workers of a round must agree in it.
+class CollectiveRequest(msgspec.Struct, frozen=True):
+    """A worker's request to take part in a collective.
 
     Attributes:
+      names: Sorted names of the workers that take part; None for all of an elastic
+        group.
       operation: The public function, such as "all_gather".
       tag: The caller's own tag, or "".
       number: Counts the collectives of these workers, from 1. In an elastic group it
         differs between those who joined sooner and later.
+      timeout: The worker's timeout in seconds.
+      refused: Why it has no value to give, or None.
     """
 
+    names: tuple[str, ...] | None
     operation: str
     tag: str
     number: int
+    timeout: float
+    refused: str | None
 
     def __str__(self) -> str:
         if self.operation == SHUTDOWN:
@@ -51,29 +58,26 @@ class Purpose(NamedTuple):
         tag = f"(tag={self.tag!r})" if self.tag else ""
         return f"{self.operation}{tag} number {self.number}"
 
+    @property
+    def key(self) -> RoundKey:
+        """The key of its round."""
+        return RoundKey(self.names, self.operation == SHUTDOWN)
+
 
 class Contribution(NamedTuple):
     """One worker's part in a collective.
 
     Attributes:
       member: The worker; not its name, which a successor may bear.
-      request: Number of its request, for the answer; 0 once that is sent.
-      purpose: The collective that the worker called.
-      tree: The encoded value's structure.
-      leaves: Its arrays.
-      timeout: The worker's timeout in seconds.
-      until: Time at which the timeout ends; None for no limit.
-      refused: Why it has no value to give, or None.
+      asked: The collective that the worker called.
+      until: Time at which its timeout ends; None for no limit.
+      frame: The request, with the worker's value; None once it is answered.
     """
 
     member: Member
-    request: int
-    purpose: Purpose
-    tree: Any
-    leaves: list[Any]
-    timeout: float
+    asked: CollectiveRequest
     until: float | None
-    refused: str | None = None
+    frame: Frame | None
 
 
 class BarrierRound:
@@ -112,13 +116,13 @@ class BarrierRound:
     def add(self, name: str, contribution: Contribution) -> None:
         """Record a worker's contribution."""
         self._came[name] = contribution
-        purpose, refused = contribution.purpose, contribution.refused
-        if self._answer is None and refused is not None:
+        asked = contribution.asked
+        if self._answer is None and asked.refused is not None:
             self._fail(
-                f"{purpose} failed on all workers, because {name!r} had no value "
-                f"to send: {refused}"
+                f"{asked} failed on all workers, because {name!r} had no value "
+                f"to send: {asked.refused}"
             )
-        elif self._answer is None and self._differs(purpose):
+        elif self._answer is None and self._differs(asked):
             # At the first difference, not at the timeout: the round cannot complete.
             self._mismatch()
         self._decide()
@@ -138,7 +142,7 @@ class BarrierRound:
         """Fail an undecided round of a lost worker, even if it has contributed."""
         if self._answer is None and name in self._names:
             self.lost = True
-            meta = {"lost": name, "purpose": self._operation(), "reason": reason}
+            meta = {"lost": name, "reason": reason}
             self._answer = Frame(ERROR, 0, meta, None, [])
 
     def expire(self, now: float, elsewhere: Callable[[], dict[str, str]]) -> None:
@@ -152,8 +156,8 @@ class BarrierRound:
                 missing, known = self.missing(), elsewhere()
                 where = [f"{n!r} is in {known[n]}" for n in missing if n in known]
                 text = (
-                    f"{one.purpose.operation} timed out in _all_gather after "
-                    f"{one.timeout:.2f} seconds on {name!r}. "
+                    f"{one.asked.operation} timed out in _all_gather after "
+                    f"{one.asked.timeout:.2f} seconds on {name!r}. "
                     f"Did not arrive: {', '.join(missing)}."
                 )
                 text += f" Instead, {', '.join(where)}." if where else ""
@@ -169,26 +173,25 @@ class BarrierRound:
         """The answers that are due, each only once."""
         if self._answer is None:
             return []
-        due = [(name, one) for name, one in self._came.items() if one.request]
-        for name, one in due:
-            # The values are released: the round may be kept for workers that come late.
-            self._came[name] = one._replace(request=0, tree=None, leaves=[])
-        return [(one.member, replace(self._answer, id=one.request)) for _, one in due]
+        answers = []
+        for name, one in self._came.items():
+            if one.frame is not None:
+                answers.append((one.member, replace(self._answer, id=one.frame.id)))
+                # The values are released: the round may be kept for late workers.
+                self._came[name] = one._replace(frame=None)
+        return answers
 
-    def _operation(self) -> str:
-        # All came for the same one; with a mismatch there is an answer already.
-        return next((c.purpose.operation for c in self._came.values()), "a collective")
-
-    def _differs(self, purpose: Purpose) -> bool:
-        others = [one.purpose for one in self._came.values()]
-        if not self._numbered:
-            # Each worker counts the collectives that it has seen: in an elastic group
-            # those that joined later have seen fewer.
-            others = [one._replace(number=purpose.number) for one in others]
-        return any(one != purpose for one in others)
+    def _differs(self, asked: CollectiveRequest) -> bool:
+        # Each worker counts the collectives that it has seen: in an elastic group those
+        # that joined later have seen fewer.
+        return any(
+            (one.asked.operation, one.asked.tag) != (asked.operation, asked.tag)
+            or (self._numbered and one.asked.number != asked.number)
+            for one in self._came.values()
+        )
 
     def _mismatch(self) -> None:
-        came = [f"{name!r} is in {one.purpose}" for name, one in self._came.items()]
+        came = [f"{name!r} is in {one.asked}" for name, one in self._came.items()]
         self._fail(
             f"The workers do not do the same collective: {', '.join(came)}. Every "
             "worker must call the same ones in the same order, with the same tags.",
@@ -205,47 +208,26 @@ class BarrierRound:
 
     def _complete(self) -> Frame:
         names = [name for name in self._names if name in self._came]
-        parts = [self._came[name] for name in names]
-        sizes = [len(part.leaves) for part in parts]
+        frames = [frame for name in names if (frame := self._came[name].frame)]
+        sizes = [len(frame.leaves) for frame in frames]
         meta = {"names": names, "sizes": sizes}
-        trees = [part.tree for part in parts]
-        leaves = [leaf for part in parts for leaf in part.leaves]
+        trees = [frame.tree for frame in frames]
+        leaves = [leaf for frame in frames for leaf in frame.leaves]
         return Frame(REPLY, 0, meta, trees, leaves)
 
 
-class _CollectiveRequest(msgspec.Struct):
-    """What a worker says of the collective that it comes to."""
-
-    names: list[str] | None
-    operation: str
-    tag: str
-    number: int
-    timeout: float
-    refused: str | None
-
-
-def contribution_of(member: Member, frame: Frame) -> tuple[RoundKey, Contribution]:
-    """Parse a request into the key of its round and its worker's contribution.
+def contribution_of(member: Member, frame: Frame) -> Contribution:
+    """Parse a request to take part in a collective.
 
     Raises:
       ProtocolError, ValueError: A peer sent something else.
     """
-    asked: _CollectiveRequest = unpacked(
-        frame.meta, _CollectiveRequest, "A collective has names and a purpose"
+    asked: CollectiveRequest = unpacked(
+        frame.meta, CollectiveRequest, "A collective has names and a purpose"
     )
     if asked.names is not None and member.info.name not in asked.names:
         raise ValueError(f"{member.info.name!r} meets others without itself")
-    names = None if asked.names is None else tuple(asked.names)
-    return RoundKey(names, asked.operation == SHUTDOWN), Contribution(
-        member,
-        frame.id,
-        Purpose(asked.operation, asked.tag, asked.number),
-        frame.tree,
-        frame.leaves,
-        asked.timeout,
-        end_of_wait(asked.timeout),
-        asked.refused,
-    )
+    return Contribution(member, asked, end_of_wait(asked.timeout), frame)
 
 
 def end_of_wait(timeout: object) -> float | None:

@@ -204,7 +204,8 @@ class Coordinator:
             self._gone(member, "it has left the group", frame)
 
     def _gather(self, member: Member, frame: Frame) -> None:
-        key, contribution = contribution_of(member, frame)
+        contribution = contribution_of(member, frame)
+        key = contribution.asked.key
         with self._lock:
             if not self._membership.has(member):
                 raise ProtocolError(f"{member.info.name!r} was not let in.")
@@ -256,7 +257,7 @@ class Coordinator:
         under_way = [one for one in self._all_rounds() if not one[1].decided]
         for _, this in sorted(under_way, key=lambda one: not one[0].ends):
             for one in this.contributions:
-                found[one.member.info.name] = str(one.purpose)
+                found[one.member.info.name] = str(one.asked)
         return found
 
     # --- leaving, and losses ---

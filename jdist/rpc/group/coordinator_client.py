@@ -168,7 +168,7 @@ class CoordinatorClient:
           value: Anything that can be sent.
           names: Names of the workers that take part; None for all.
           timeout: Seconds; -1 for the default, 0 for no limit.
-          operation: The collective that all must call, see `barrier_round.Purpose`.
+          operation: The collective that all must call, see `CollectiveRequest`.
           tag: The caller's own, likewise.
         """
         taking_part = self._check_names(operation, names)
