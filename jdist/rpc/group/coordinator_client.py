@@ -83,7 +83,6 @@ class CoordinatorClient:
         self._came: dict[Any, int] = {}
         self._listeners: list[Lost] = []
         self._lost: dict[str, str] = {}
-        self._gone_orderly: set[str] = set()
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
@@ -173,17 +172,16 @@ class CoordinatorClient:
         """
         taking_part = self._check_names(operation, names)
         enclosing = current.deadline()
-        limit = NEVER
-        body: _Body = (None, [])
-        refused: Exception | None = None
         try:
             limit = resolve(timeout, self._agent.default_timeout, enclosing)
             _check_tag(operation, tag)
             body = self._agent.codec.encode(value)
-        except Exception as error:  # noqa: BLE001 - raised below, once all are told
-            refused, tag = error, ""
-        meta = {"names": taking_part, "operation": operation, "tag": tag}
-        asked = self._come(meta, body, limit, refused)
+            asked = self._come(taking_part, operation, tag, body, limit)
+        except Exception as error:
+            # All are told: if this worker stayed away, its next collective would meet
+            # this one of the others.
+            self.refuse(taking_part, error, operation, "")
+            raise
         frame = asked.wait()
         if frame.kind == REPLY:
             return self._parts(frame)
@@ -199,47 +197,50 @@ class CoordinatorClient:
         raise RpcTimeout(frame.meta["timeout"])
 
     def refuse(
-        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+        self,
+        names: Iterable[str] | None,
+        error: BaseException,
+        operation: str,
+        tag: str,
     ) -> None:
         """Makes the next collective of these workers fail on all of them.
 
         Does not wait for them. A worker that comes late gets the error as well.
         """
         taking_part = self._check_names(operation, names)
-        meta = {"names": taking_part, "operation": operation, "tag": tag}
-        try:
-            self._come(meta, (None, []), NEVER, error)
-        except BaseException as raised:
-            # `_come` raises the refusal itself, which the caller already has.
-            if raised is not error:
-                raise
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_REFUSAL]
+        self._come(taking_part, operation, tag, (None, []), NEVER, text)
 
     def _come(
-        self, meta: Meta, body: _Body, limit: Deadline, refused: BaseException | None
+        self,
+        names: list[str] | None,
+        operation: str,
+        tag: str,
+        body: _Body,
+        limit: Deadline,
+        refused: str | None = None,
     ) -> Future[Frame]:
         """Sends this worker's contribution to the next collective, or its refusal.
 
         Raises:
-          Exception: The one that was refused, or that the value is beyond the limits.
+          ValueError: The value is beyond the limits.
         """
-        operation = meta["operation"]
-        names = meta["names"]
         left = limit.remaining()
-        meta["timeout"] = 0.0 if left is None else max(left, _INSTANT)
+        meta = {
+            "names": names,
+            "operation": operation,
+            "tag": tag,
+            "timeout": 0.0 if left is None else max(left, _INSTANT),
+            "refused": refused,
+        }
+        key = (None if names is None else tuple(names), operation == SHUTDOWN)
         with self._collective:  # requests leave in the order of their numbers
-            key = (None if names is None else tuple(names), operation == SHUTDOWN)
             self._came[key] = meta["number"] = self._came.get(key, 0) + 1
-            # A refusal is sent, too: if this worker stayed away, its next collective
-            # would meet this one of the others.
-            if refused is None:
-                try:
-                    sent = meta | {"refused": None}
-                    return self._ask_until(limit, "group.gather", sent, body, operation)
-                except ValueError as error:
-                    refused = error
-            meta["refused"] = f"{type(refused).__name__}: {refused}"[:_LONGEST_REFUSAL]
-            self._ask_until(NEVER, "group.gather", meta, (None, []), operation)
-        raise refused
+            try:
+                return self._ask_until(limit, "group.gather", meta, body, operation)
+            except ValueError:
+                self._came[key] -= 1  # nothing was sent
+                raise
 
     def workers(self) -> list[WorkerInfo]:
         """All workers by rank, without departed ones in an elastic group."""
@@ -264,11 +265,6 @@ class CoordinatorClient:
         for name, reason in self.lost().items():
             if not self.elastic:
                 raise WorkerLost(name, purpose, reason)
-
-    def left(self) -> set[str]:
-        """The workers that left in an orderly way."""
-        with self._lock:
-            return set(self._gone_orderly)
 
     def on_lost(self, listener: Lost) -> None:
         """Registers `listener(name, reason)` to be called for every lost worker.
@@ -428,7 +424,6 @@ class CoordinatorClient:
             return
         with self._lock:
             self._lost.pop(peer.info.name, None)
-            self._gone_orderly.discard(peer.info.name)
             self._agent.directory.admit(peer)
 
     def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
@@ -437,12 +432,10 @@ class CoordinatorClient:
         listeners = []
         with self._lock:
             # One that was about to join could not be called yet, so it is no loss.
-            if self._agent.directory.is_admitted(peer):
-                if kind == "group.lost":
-                    self._lost[peer.info.name] = reason
-                    listeners = list(self._listeners)
-                else:
-                    self._gone_orderly.add(peer.info.name)
+            admitted = self._agent.directory.is_admitted(peer)
+            if admitted and kind == "group.lost":
+                self._lost[peer.info.name] = reason
+                listeners = list(self._listeners)
         if self.elastic:
             self._agent.directory.expel(peer)
         self._agent.drop_peer(peer, reason)

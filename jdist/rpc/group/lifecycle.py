@@ -354,7 +354,7 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
             _finish(agent, deadline)
             patience = _LEAVING_SECONDS
             # Only if it waited for all: one that it took for lost waits for it.
-            all_wait = all(one.departed is None for one in agent.directory.peers())
+            all_wait = len(_live(agent)) == len(agent.directory.peers())
             together = all_wait and not agent.group.elastic
     except CollectiveMismatch:
         # The others continue, and may end in an orderly way.
@@ -376,15 +376,18 @@ def _finish(agent: Agent, deadline: Deadline) -> None:
         _finish_alone(agent, deadline)
         return
     while True:
-        names = [p.info.name for p in agent.directory.peers() if p.departed is None]
+        names = _live(agent)
         try:
             wait_for_all(agent, names, deadline)
             return
         except WorkerLost as error:
-            orderly = error.worker in names and error.worker in agent.group.left()
-            if agent.group.lost() or not orderly:
+            if agent.group.lost() or error.worker not in {*names} - {*_live(agent)}:
                 raise
             # It left without waiting for the others, so they do not wait for it.
+
+
+def _live(agent: Agent) -> list[str]:
+    return [p.info.name for p in agent.directory.peers() if p.departed is None]
 
 
 def _finish_alone(agent: Agent, deadline: Deadline) -> None:
