@@ -1,5 +1,6 @@
 """Creating a value on another worker: both ends of `remote`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from jdist.rpc.calls.function_calls import execute
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.messages import CreationName, Delete, pack, unpack
-from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
+from jdist.rpc.rref.owner_value import OwnerValue, again, fail, new_owner_value
 from jdist.rpc.rref.protocol import Protocol, UserFork
 from jdist.rpc.rref.references import Handle, References
 
@@ -127,14 +128,7 @@ def install(agent: Agent, references: References) -> None:
         name, call = unpack(CreationName, body[0]), Invocation.unpack(CREATE, body[1:])
         # Before the function runs: a fetch or a fork that comes meanwhile finds it.
         owner_value = _place(references, caller, name)
-        try:
-            result = execute(agent, caller, call, meta)
-        except BaseException as error:  # noqa: BLE001 - it is that of all holders
-            fail(owner_value, error, agent.info.name, agent.codec.functions)
-            return None
-        if isinstance(result, Future):
-            return result.then(lambda done: _finish(agent, owner_value, done))
-        return _filled(owner_value, result)
+        return _keep(agent, owner_value, lambda: execute(agent, caller, call, meta))
 
     agent.register(CREATE, create, limited=True)
 
@@ -170,17 +164,17 @@ def _place(
     return references.on_create(caller, name)
 
 
-def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:
-    """Stores the outcome of a function that returned a future."""
-    error = error_of(done)
-    if error is None:
-        return _filled(owner_value, done.value())
-    fail(owner_value, error, agent.info.name, agent.codec.functions)
-    return Reply(None, {})
-
-
-def _filled(owner_value: OwnerValue, result: Any) -> Reply:
-    """Stores a function's result as the owner's value."""
+def _keep(
+    agent: Agent, owner_value: OwnerValue, outcome: Callable[[], Any]
+) -> Future[Reply] | Reply:
+    """Stores the outcome of a function, once its future is done if it returned one."""
+    try:
+        result = outcome()
+    except BaseException as error:  # noqa: BLE001 - it is that of all holders
+        fail(owner_value, error, agent.info.name, agent.codec.functions)
+        return Reply(None, {})
+    if isinstance(result, Future):
+        return result.then(lambda done: _keep(agent, owner_value, done.value))
     reply = result if type(result) is Reply else Reply(result, {})
-    fill(owner_value, reply.value)
+    owner_value.set_result(reply.value)
     return Reply(None, reply.meta)

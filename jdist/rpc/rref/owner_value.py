@@ -3,7 +3,7 @@
 import contextvars
 from typing import Any
 
-from jdist.rpc.base.future import Future, complete, error_of, run_all
+from jdist.rpc.base.future import Future, cancel, error_of
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe, rebuild
 
@@ -18,15 +18,10 @@ def new_owner_value() -> OwnerValue:
     return contextvars.Context().run(Future)
 
 
-def fill(owner_value: OwnerValue, value: Any) -> None:
-    """Completes a place with the value; without effect after a failure."""
-    _complete(owner_value, value, None)
-
-
 def fail(
     owner_value: OwnerValue, error: BaseException, worker: str, table: FunctionTable
 ) -> None:
-    """Completes a place with the reason why there is no value.
+    """Completes a place with the reason why there is no value; a later one is dropped.
 
     Args:
       owner_value: Not changed if it is completed.
@@ -36,7 +31,7 @@ def fail(
     """
     # Rebuilt without frames: those of the function and of its callers in this process
     # hold references that would never be dropped.
-    _complete(owner_value, None, rebuild(describe(error, worker), table))
+    cancel(owner_value, rebuild(describe(error, worker), table))
 
 
 def read(owner_value: OwnerValue, table: FunctionTable) -> Any:
@@ -51,7 +46,3 @@ def read(owner_value: OwnerValue, table: FunctionTable) -> Any:
 def again(error: BaseException, table: FunctionTable) -> Exception:
     """Copies an exception, so that raising it leaves the original without frames."""
     return rebuild(describe(error, ""), table)
-
-
-def _complete(owner_value: OwnerValue, value: Any, error: BaseException | None) -> None:
-    run_all(complete(owner_value, value, error) or [])
