@@ -27,14 +27,14 @@ def install(agent: Agent) -> None:
 
 def activity(agent: Agent) -> list[str]:
     """Lists the calls that a worker executes and waits for, one line each."""
-    served = (
-        entry for entry in agent.outstanding.served() if entry.operation.verb != _KIND
-    )
-    sent = (
-        entry for entry in agent.outstanding.sent() if entry.operation.verb != _KIND
-    )
-    lines = [f"executes {describe(entry)}" for entry in served]
-    return lines + [f"waits for {describe(entry)}" for entry in sent]
+    outstanding = agent.outstanding
+    ways = ("executes", outstanding.served()), ("waits for", outstanding.sent())
+    return [
+        f"{way} {describe(entry)}"
+        for way, entries in ways
+        for entry in entries
+        if entry.operation.verb != _KIND
+    ]
 
 
 def information(agent: Agent) -> dict[str, Any]:

@@ -9,7 +9,7 @@ outstanding calls.
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -234,37 +234,6 @@ Contents = tuple[str, Meta, Tree, list[Any]]
 # --- what calls need of their worker ---
 
 
-class ReferenceCounting(Protocol):
-    """Reference counting as calls and the shutdown of a worker use it."""
-
-    def begin(self, incarnation: int) -> None:
-        """Starts counting as a member of a group."""
-
-    def undelivered(self, message: MessageContext) -> None:
-        """Handles a message with references that is, or may be, lost."""
-
-    def answer(self, execution: RunningCall, message: MessageContext) -> None:
-        """Registers an answer with references: undelivered if it is given up."""
-
-    def decline(self, tree: Any, giver: WorkerInfo) -> None:
-        """Takes and drops the references in an answer that could not be read."""
-
-    def gone(self, worker: WorkerInfo, reason: str) -> None:
-        """Handles the loss or departure of a worker."""
-
-    def release(self, deadline: Deadline, seconds: float) -> None:
-        """Drops all references and waits until their owners know."""
-
-    def leaks(self) -> list[str]:
-        """Describes values that others still hold after `release`."""
-
-    def counts(self) -> dict[str, int]:
-        """Counts of references, for `rpc.debug_info`."""
-
-    def close(self) -> None:
-        """Ends at once."""
-
-
 class CallingWorker:
     """The part of a worker that encodes calls, reads answers and explains failures.
 
@@ -282,11 +251,12 @@ class CallingWorker:
       ending: Whether its shutdown has begun to take it out of the group. It stays so.
       closed: Whether it was shut down.
       group: Its `CoordinatorClient`, once it has joined.
-      references: References to its values and to those of other workers.
+      references: Its `References`: to its values, and to those of other workers.
     """
 
+    # Untyped, as imports run downwards.
     group: Any
-    references: ReferenceCounting
+    references: Any
 
     def __init__(
         self, info: WorkerInfo, functions: FunctionTable, options: RpcOptions
