@@ -174,7 +174,7 @@ class PlacedWorkers:
     def __init__(self, terms: _Terms, placed: Iterable[_PlacedWorker]) -> None:
         self._terms = terms
         self._placed = list(placed)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -185,7 +185,7 @@ class PlacedWorkers:
 
         A worker that was lost is missing until it has been replaced.
         """
-        with self._changed:
+        with self._lock:
             lost = self._missing()
             here = [each for each in self._placed if each.info.name not in lost]
             return {each.info.name: each.node for each in here}
@@ -210,22 +210,16 @@ class PlacedWorkers:
           RpcTimeout: Some are missing; the message names them.
           RpcError: As `check`.
         """
-        until = time.monotonic() + timeout
+        until, pause = time.monotonic() + timeout, threading.Event()
         while True:
-            with self._changed:
-                left = until - time.monotonic()
-                self._changed.wait_for(
-                    lambda: self._failure or not self._missing(), left
-                )
-                self.check()
-                missing = self._missing()
-            missing = missing or self._silent(until)
+            self.check()
+            # A call may know of a loss before Ray and the group do.
+            missing = self._missing() or self._silent(until)
             if not missing:
                 return
             if time.monotonic() >= until:
                 break
-            # A call may know of a loss before Ray and the group do.
-            threading.Event().wait(_LOOK_SECONDS)
+            pause.wait(_LOOK_SECONDS)
         remedy = (
             "`cluster(replace=True)` replaces workers."
             if self._terms.world_size
@@ -312,7 +306,7 @@ class PlacedWorkers:
             # `watch` never returns, so it is done when the process has ended for any
             # reason.
             terms.ray.wait([worker.watched])
-            with self._changed:
+            with self._lock:
                 worker.present = False
                 # Under the lock: `_end` must not miss an actor that is created now.
                 if self._closing.is_set() or terms.world_size:
@@ -323,15 +317,12 @@ class PlacedWorkers:
                 if worker.present:
                     terms.joined(worker.info)
             except Exception as error:  # noqa: BLE001 - raised by `check`
-                with self._changed:
+                with self._lock:
                     if not self._closing.is_set():
                         what = f"{worker.info.name} could not be replaced: {error}"
                         self._failure = rpc.RpcError(what)
                         self._failure.__cause__ = error
-                    self._changed.notify_all()
                 return
-            with self._changed:
-                self._changed.notify_all()
 
     def _rejoin(self, worker: _PlacedWorker) -> None:
         """Waits until a new process has joined; starts another one if it could not."""
@@ -348,17 +339,17 @@ class PlacedWorkers:
                 if seconds is None or self._closing.is_set():
                     raise
             pause.wait(seconds)
-            with self._changed:
+            with self._lock:
                 if self._closing.is_set():
                     return
                 terms.ray.kill(worker.actor)
                 worker.create(terms)
-        with self._changed:
+        with self._lock:
             worker.joined(terms)
 
     def _leave(self, graceful: bool) -> None:
         """Shuts rpc down in all processes."""
-        with self._changed:
+        with self._lock:
             self._closing.set()
             present = [each for each in self._placed if each.present]
             # All at once: a graceful shutdown of one waits for the others.
@@ -373,7 +364,7 @@ class PlacedWorkers:
     def _end(self) -> None:
         """Kills all processes and waits until they have ended."""
         ray = self._terms.ray
-        with self._changed:
+        with self._lock:
             self._closing.set()
             for each in self._placed:
                 if each.actor is not None:
@@ -483,15 +474,7 @@ def _placed(
     group = ray.util.placement_group([dict(bundle)] * count, strategy=strategy)
     stack.callback(ray.util.remove_placement_group, group)
     if not group.wait(max(0.0, until - time.monotonic())):
-        there = {
-            node["NodeID"][:8]: {
-                name: amount
-                for name, amount in node["Resources"].items()
-                if ":" not in name
-            }
-            for node in ray.nodes()
-            if node["Alive"]
-        }
+        there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         raise Unavailable(
             f"Ray has no room for {count} workers of {dict(bundle)} by {strategy}. Its "
             f"machines have {there}, less what others use."
