@@ -26,13 +26,7 @@ from jdist.rpc.group.barrier_round import (
     end_of_wait,
 )
 from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
-from jdist.rpc.group.membership import (
-    Answers,
-    ElasticMembership,
-    FixedMembership,
-    Member,
-    Membership,
-)
+from jdist.rpc.group.membership import Answers, Member, Membership, Refusal
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
 
@@ -64,9 +58,7 @@ class Coordinator:
     ) -> None:
         self._transport = transport
         self._options = options
-        self._membership: Membership = (
-            FixedMembership(world_size) if world_size else ElasticMembership()
-        )
+        self._membership = Membership(world_size)
         self._rounds: dict[RoundKey, list[BarrierRound]] = {}
         self._leaving: str | None = None
         self._ended = False
@@ -129,7 +121,7 @@ class Coordinator:
         """Ends the group and sends the remaining members the reason."""
         with self._lock:
             self._ended = True
-            self._post(self._membership.fail(reason))
+            self._post(self._membership.fail(Refusal(reason)))
             for member in self._membership.present():
                 member.post(Frame("group.end", 0, {"reason": reason}, None, []))
         if self._pace is not None:

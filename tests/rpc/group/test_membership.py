@@ -6,7 +6,7 @@ import pytest
 
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.group.membership import LATE, ElasticMembership, FixedMembership, Member
+from jdist.rpc.group.membership import LATE, Member, Membership
 from jdist.rpc.wire.frame import ERROR, REPLY
 
 _numbers = itertools.count(1)
@@ -41,7 +41,7 @@ def leave(group, one, left=True):
 
 
 def complete_group():
-    group, members = FixedMembership(2), [member("first", 0), member("second", 1)]
+    group, members = Membership(2), [member("first", 0), member("second", 1)]
     answers = [group.add(one, 2) for one in members]
     assert [told(each) for each in answers] == [[], [("first", "group.probe")]]
     answers = group.confirmed(members[0], number_in(answers[1]))
@@ -64,10 +64,11 @@ def test_who_left_may_come_back_under_another_name():
 
 
 def test_nobody_comes_back_to_a_group_that_is_whole():
-    """A double is told so at once."""
+    """A double is told so once the one who has its rank has shown that it lives."""
     group, (_, second) = complete_group()
     assert not group.is_ending(WorkerInfo("again", 1))
-    ((_, refusal),) = group.add(member("again", 1), 2)
+    asked = group.add(member("again", 1), 2)
+    ((_, refusal),) = group.confirmed(second, number_in(asked))
     assert "Rank 1 is not unique: second and again have it." in refusal.meta["error"]
     second.gone = "killed"
     ((_, refusal),) = group.add(member("second", 1), 2)
@@ -76,7 +77,7 @@ def test_nobody_comes_back_to_a_group_that_is_whole():
 
 def test_who_died_while_joining_is_replaced():
     """Before its end was noticed: nobody is told that the name is not unique."""
-    group, dead, successor = FixedMembership(2), member("a", 1), member("a", 1)
+    group, dead, successor = Membership(2), member("a", 1), member("a", 1)
     assert group.add(dead, 2) == []
     assert told(group.add(successor, 2)) == [("a", "group.probe")]
     assert group.until() is None
@@ -90,14 +91,14 @@ def test_who_died_while_joining_is_replaced():
 
 def test_a_group_is_complete_when_all_live():
     """One who died unnoticed is replaced, although all seemed to be there."""
-    group, dead, first = FixedMembership(3), member("a", 1), member("b", 0)
+    group, dead, first = Membership(3), member("a", 1), member("b", 0)
     last = member("c", 2)
     assert group.add(dead, 3) == group.add(first, 3) == []
     answers = group.add(last, 3)
     assert told(answers) == [("a", "group.probe"), ("b", "group.probe")]
     assert group.confirmed(first, number_in(answers)) == []
     assert leave(group, dead, left=False) == (False, [])
-    assert not group.complete
+    assert group.present() == []
     old, successor = number_in(answers), member("a", 1)
     answers = group.add(successor, 3)
     assert told(answers) == [("b", "group.probe"), ("c", "group.probe")]
@@ -109,7 +110,7 @@ def test_a_group_is_complete_when_all_live():
 
 
 def test_somebody_is_silent():
-    group, frozen, last = FixedMembership(2), member("a", 0), member("b", 1)
+    group, frozen, last = Membership(2), member("a", 0), member("b", 1)
     last.until = 7.0
     group.add(frozen, 2)
     group.add(last, 2)
@@ -120,7 +121,7 @@ def test_somebody_is_silent():
 
 def test_strangers_are_told_of_while_some_are_missing():
     """Each once, a bounded number, to those who wait and those who come later."""
-    group, members = FixedMembership(3), [member(f"w{rank}", rank) for rank in range(3)]
+    group, members = Membership(3), [member(f"w{rank}", rank) for rank in range(3)]
     assert group.add(members[0], 3) == []
     tellings = [
         told(group.refused(f"stranger {number}.")) for number in [0, 0, *range(1, 20)]
@@ -140,7 +141,7 @@ def test_strangers_are_told_of_while_some_are_missing():
 
 
 def test_who_lives_keeps_its_name():
-    group, first, double = FixedMembership(3), member("a", 1), member("a", 2)
+    group, first, double = Membership(3), member("a", 1), member("a", 2)
     other = member("b", 2)
     assert group.add(first, 3) == []
     probe = number_in(group.add(double, 3))
@@ -154,7 +155,7 @@ def test_who_lives_keeps_its_name():
 
 
 def test_a_double_is_refused_when_the_others_are_complete():
-    group, first, last = FixedMembership(2), member("a", 0), member("b", 1)
+    group, first, last = Membership(2), member("a", 0), member("b", 1)
     double = member("b", 1)
     group.add(first, 2)
     probe = number_in(group.add(last, 2))
@@ -168,7 +169,7 @@ def test_a_double_is_refused_when_the_others_are_complete():
 
 
 def test_doubles_wait_no_longer_than_they_want():
-    group, first, double = FixedMembership(2), member("a", 0), member("a", 1)
+    group, first, double = Membership(2), member("a", 0), member("a", 1)
     double.until = 5.0
     group.add(first, 2)
     group.add(double, 2)
@@ -180,18 +181,14 @@ def test_doubles_wait_no_longer_than_they_want():
 
 
 @pytest.mark.parametrize(
-    ("make", "theirs", "text"),
+    ("ours", "theirs", "text"),
     [
-        (
-            lambda: FixedMembership(2),
-            0,
-            "b was given none, the coordinator a world_size",
-        ),
-        (ElasticMembership, 2, "b was given a world_size of 2, the coordinator none"),
+        (2, 0, "b was given none, the coordinator a world_size"),
+        (0, 2, "b was given a world_size of 2, the coordinator none"),
     ],
 )
-def test_the_two_kinds_are_not_mixed(make, theirs, text):
-    group, newcomer = make(), member("b", 1)
+def test_the_two_kinds_are_not_mixed(ours, theirs, text):
+    group, newcomer = Membership(ours), member("b", 1)
     ((one, refusal),) = group.add(newcomer, theirs)
     assert one is newcomer
     assert "RPC group mixes statically and dynamically" in refusal.meta["error"]
@@ -203,7 +200,7 @@ def test_the_two_kinds_are_not_mixed(make, theirs, text):
 
 def elastic(*names):
     """An elastic group of these, by rank."""
-    group, members = ElasticMembership(), []
+    group, members = Membership(0), []
     for rank, name in enumerate(names):
         members.append(member(name, rank))
         let_in(group, members[-1])
@@ -236,7 +233,7 @@ def test_a_newcomer_is_let_in_when_all_know_it():
 
 def test_one_after_the_other_and_rank_0_first():
     group, late, b, c = (
-        ElasticMembership(),
+        Membership(0),
         member("a", 0),
         member("b", 1),
         member("c", 2),
