@@ -179,7 +179,8 @@ class PipelineMailbox:
         agent.register(_GIVE_UP, self._give_up)
         agent.register(_RESTED, self._rested)
         agent.register(CLOCK, lambda caller, body, meta: time.perf_counter())
-        agent.group.on_lost(self._lose)
+        agent.extension_state.on_gone(self._lose)
+        self.lost.update(agent.group.lost())
 
     def new_pipeline(self, names: Sequence[str]) -> str:
         """Makes the name of a pipeline, equal on workers that make them in one order.
@@ -289,9 +290,9 @@ class PipelineMailbox:
                 return None
         return reason
 
-    def _lose(self, name: str, reason: str) -> None:
+    def _lose(self, worker: WorkerInfo, reason: str) -> None:
         with self.lock:
-            self.lost[name] = reason
+            self.lost[worker.name] = reason
             self.changed.notify_all()
 
     def end(self, address: Address) -> None:

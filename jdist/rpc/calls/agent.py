@@ -259,6 +259,8 @@ class Agent(CallingWorker):
             if execution.worker.incarnation == incarnation:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.outstanding.end(execution)
+        # A shutdown need not wait for this one's own calls: the worker will not come.
+        self.outstanding.wake()
         # On the pool: what they complete has users' functions for callbacks.
         self.pool.run(lambda: self.references.gone(peer.info, reason))
         self.extension_state.gone(peer.info, reason)

@@ -4,10 +4,9 @@ Through it a worker joins and leaves, takes part in collectives, and learns of w
 that join, leave or are lost.
 """
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,9 +34,6 @@ from jdist.rpc.group.membership import LATE
 from jdist.rpc.wire.channel import Channel, NotSent
 from jdist.rpc.wire.frame import REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
-
-Lost = Callable[[str, str], None]
-"""`lost(name, reason)`: a worker was lost, and how that was noticed."""
 
 _Body = tuple[Any, list[Any]]
 """Tree and leaves of a value."""
@@ -81,7 +77,6 @@ class CoordinatorClient:
         self._lock = threading.Lock()
         self._collective = threading.Lock()
         self._came: dict[Any, int] = {}
-        self._listeners: list[Lost] = []
         self._lost: dict[str, str] = {}
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
@@ -266,20 +261,6 @@ class CoordinatorClient:
             if not self.elastic:
                 raise WorkerLost(name, purpose, reason)
 
-    def on_lost(self, listener: Lost) -> None:
-        """Registers `listener(name, reason)` to be called for every lost worker.
-
-        It is called once for each on a thread of the pool, also for those lost before.
-        A worker that leaves in an orderly way is not lost.
-        """
-        with self._lock:
-            # Under one lock with the copy, or a loss in between would be reported twice
-            # or not at all.
-            self._listeners.append(listener)
-            before = dict(self._lost)
-        for name, reason in before.items():
-            self._tell([listener], name, reason)
-
     # --- inside ---
 
     def _check_names(
@@ -429,21 +410,14 @@ class CoordinatorClient:
     def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
         if peer is None or peer.departed is not None:
             return  # it was gone before this worker came, or its departure is known
-        listeners = []
         with self._lock:
             # One that was about to join could not be called yet, so it is no loss.
             admitted = self._agent.directory.is_admitted(peer)
             if admitted and kind == "group.lost":
                 self._lost[peer.info.name] = reason
-                listeners = list(self._listeners)
         if self.elastic:
             self._agent.directory.expel(peer)
         self._agent.drop_peer(peer, reason)
-        self._tell(listeners, peer.info.name, reason)
-
-    def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:
-        for listener in listeners:
-            self._agent.pool.run(functools.partial(listener, name, reason))
 
     def _beat(self, now: float, held_up: bool) -> None:
         silence = now - self._heard

@@ -49,8 +49,6 @@ def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None
             if name in names:
                 raise WorkerLost(name, "shutdown", reason)
 
-    # A lost worker will not come, so it is useless to wait for this one's own calls.
-    group.on_lost(lambda name, reason: agent.outstanding.wake())
     before = None
     while True:
         begun = wait_until_idle(agent, deadline, check)

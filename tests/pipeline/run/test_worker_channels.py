@@ -12,7 +12,7 @@ from jdist.rpc.base import current
 from tests.pipeline import slow
 from tests.pipeline.test_workers import on_each, same_bits
 from tests.rpc import hosts as processes_of
-from tests.rpc.sockets import Outcome
+from tests.rpc.sockets import Outcome, wait_until
 from tests.rpc.test_interrupts import interrupt
 
 
@@ -178,14 +178,15 @@ def test_a_pipeline_of_an_elastic_group_is_of_the_workers_that_are_there():
         before = [together(mailbox)[0] for _ in range(2)]
         with rpc.use_worker("second"):
             rpc.shutdown()
-        mailbox._lose("second", "it died")
-        assert [mailbox.loss(each, "second") for each in before] == ["it died"] * 2
+        wait_until(lambda: mailbox.loss(before[0], "second"))
+        left = "it has left the group"
+        assert [mailbox.loss(each, "second") for each in before] == [left] * 2
         join("second")
         here, there = together(mailbox)
         assert here == there
         assert here not in before
         assert mailbox.loss(here, "second") is None
-        assert mailbox.loss(before[1], "second") == "it died"
+        assert mailbox.loss(before[1], "second") == left
 
 
 def a_failed_call(mailbox):

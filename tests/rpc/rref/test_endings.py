@@ -20,6 +20,7 @@ from tests.rpc.rref.common import (
     make,
     references,
     settle,
+    wait_for,
     wait_for_references,
 )
 
@@ -201,9 +202,8 @@ def use_in_all_ways():
 
 
 def has_lost(name):
-    wait = threading.Event()
-    current.worker().group.on_lost(lambda lost, reason: lost == name and wait.set())
-    assert wait.wait(lost_workers.PATIENCE)
+    assert wait_for(lambda: name in current.worker().group.lost())
+    assert wait_for(lambda: _kept[-1]._handle.user_fork.failed)
 
 
 def test_the_owner_dies(fresh_hosts):
