@@ -372,15 +372,15 @@ class Agent(CallingWorker):
         self.outstanding.end(waiting)
 
     def _failure(
-        self, waiting: SyncCall, peer: Peer, error: BaseException
+        self, call: SyncCall | AsyncCall, peer: Peer, error: BaseException
     ) -> RpcError | None:
         """The exception for a call whose connection failed; None for other errors."""
         if isinstance(error, ChannelClosed):
-            if waiting.given_up is not None:
-                return RpcTimeout(waiting.given_up)
-            return self.lost(peer, waiting.operation, str(error))
+            if isinstance(call, SyncCall) and call.given_up is not None:
+                return RpcTimeout(call.given_up)
+            return self.lost(peer, call.operation, str(error))
         if isinstance(error, TimeoutError):
-            return self.timed_out(peer, waiting.operation, waiting.deadline)
+            return self.timed_out(peer, call.operation, call.deadline)
         return None
 
     def _cancellable(self, waiting: SyncCall, peer: Peer) -> Meta:
@@ -444,7 +444,6 @@ class Agent(CallingWorker):
     def _connect_and_submit(
         self, request: AsyncCall, peer: Peer, contents: Contents
     ) -> None:
-        error: BaseException
         try:
             # The first one may have closed without having been noticed.
             for _ in range(2):
@@ -452,13 +451,8 @@ class Agent(CallingWorker):
                 if self._submit(request, shared, contents):
                     return
             raise ChannelClosed(shared.closed or "its connection closed")
-        except ChannelClosed as closed:
-            error = self.lost(peer, request.operation, str(closed))
-        except TimeoutError:
-            error = self.timed_out(peer, request.operation, request.deadline)
-        except Exception as other:  # noqa: BLE001 - it becomes the future's
-            error = other
-        run_all(request.end(None, error))
+        except Exception as error:  # noqa: BLE001 - it becomes the future's
+            run_all(request.end(None, self._failure(request, peer, error) or error))
 
     # --- serving ---
 

@@ -71,11 +71,10 @@ def local_cluster(
     options = RpcOptions() if options is None else options
     check_options("local_cluster(options=...)", options)
     places = _places(infos, devices)
-    functions = FunctionTable(allow)
     with current.becoming():
-        agents = _start(infos, places, functions, options)
-        current.add(agents)
-    with _as_the_first_of(lambda: agents):
+        group = _Meeting(len(infos), FunctionTable(allow), options)
+        group.start(list(zip(infos, places, strict=True)))
+    with group.acting_as_its_first():
         yield infos
 
 
@@ -118,7 +117,7 @@ def elastic_cluster(
     with current.becoming():
         group = _Meeting(0, FunctionTable(allow), options)
         group.join(name)
-    with _as_the_first_of(lambda: group.agents):
+    with group.acting_as_its_first():
         yield group.join
 
 
@@ -137,30 +136,6 @@ def _places(
     return list(devices)
 
 
-def _start(
-    infos: list[WorkerInfo],
-    devices: list[jax.Device],
-    functions: FunctionTable,
-    options: RpcOptions,
-) -> list[Agent]:
-    meeting = _Meeting(len(infos), functions, options)
-    started = [meeting.begin(*place) for place in zip(infos, devices, strict=True)]
-    agents = [agent for agent, _ in started]
-    try:
-        # All have begun before one is awaited: the group is complete with the last.
-        for _, joined in started:
-            joined.wait()
-        for agent in agents:
-            device_maps.exchange(agent)
-    except BaseException:
-        for agent in agents:
-            agent.close()
-        meeting.coordinator.close("the cluster did not start")
-        raise
-    client_of(agents[0]).coordinator = meeting.coordinator
-    return agents
-
-
 class _Meeting:
     """The rendezvous at which the workers of one process form a group.
 
@@ -170,7 +145,7 @@ class _Meeting:
       options: For all of them.
 
     Attributes:
-      agents: The workers that have joined one by one, in an elastic group.
+      agents: The workers that have joined; of an elastic group those that are open.
     """
 
     def __init__(
@@ -186,7 +161,32 @@ class _Meeting:
         self.agents: list[Agent] = []
         self._lock = threading.Lock()
 
-    def begin(self, info: WorkerInfo, device: jax.Device) -> tuple[Agent, Future[None]]:
+    def start(self, places: Sequence[tuple[WorkerInfo, jax.Device]]) -> None:
+        """Adds workers to the group; they have all joined when this returns."""
+        # All begin before one is awaited: a group of fixed size forms with the last.
+        begun = [self._begin(*place) for place in places]
+        agents = [agent for agent, _ in begun]
+        try:
+            for _, joined in begun:
+                joined.wait()
+            for agent in agents:
+                device_maps.exchange(agent)
+        except BaseException:
+            for agent in agents:
+                agent.group.leave(1.0)
+                agent.references.close()
+                agent.close()
+            if not self.agents:
+                self.coordinator.close("the cluster did not start")
+            raise
+        if not self.agents:
+            client_of(agents[0]).coordinator = self.coordinator
+        self.agents += agents
+        current.add(agents)
+
+    def _begin(
+        self, info: WorkerInfo, device: jax.Device
+    ) -> tuple[Agent, Future[None]]:
         """Makes a worker and begins its join; the future is done once it has joined."""
         functions, options = self._made_of
         name = transport_name(info.name, self._world_size)
@@ -204,42 +204,30 @@ class _Meeting:
             ranks = {agent.info.id for agent in self.agents}
             rank = min(set(range(len(ranks) + 1)) - ranks)
             chosen = _device_in_turn(rank) if device is None else device
-            agent, joined = self.begin(WorkerInfo(name, rank), chosen)
+            self.start([(WorkerInfo(name, rank), chosen)])
+            return self.agents[-1].info
+
+    @contextlib.contextmanager
+    def acting_as_its_first(self) -> Iterator[None]:
+        """Acts as the first worker within the block, and ends all workers after it."""
+        # True only after the block: after an exception a graceful end might wait for
+        # calls that never return.
+        graceful = False
+        try:
+            token = current.scope.set(Scope(self.agents[0]))
             try:
-                joined.wait()
-            except BaseException:
-                agent.group.leave(1.0)
-                agent.references.close()
-                agent.close()
-                raise
-            if not self.agents:
-                client_of(agent).coordinator = self.coordinator
-            self.agents.append(agent)
-            current.add([agent])
-        return agent.info
+                yield
+                graceful = True
+            finally:
+                current.scope.reset(token)
+        finally:
+            _stop(self.agents, graceful)
 
 
 def _device_in_turn(rank: int) -> jax.Device:
     require_backend()
     devices = jax.local_devices()
     return devices[rank % len(devices)]
-
-
-@contextlib.contextmanager
-def _as_the_first_of(agents: Callable[[], list[Agent]]) -> Iterator[None]:
-    """Acts as the first worker within the block, and ends all workers after it."""
-    # True only after the block: after an exception a graceful end might wait for calls
-    # that never return.
-    graceful = False
-    try:
-        token = current.scope.set(Scope(agents()[0]))
-        try:
-            yield
-            graceful = True
-        finally:
-            current.scope.reset(token)
-    finally:
-        _stop(agents(), graceful)
 
 
 def _stop(agents: list[Agent], graceful: bool) -> None:
