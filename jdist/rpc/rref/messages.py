@@ -6,7 +6,7 @@ the one that got it. `ReliableDelivery` has every message below handled exactly 
 any order.
 """
 
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.ids import GloballyUniqueId
@@ -92,11 +92,7 @@ class CreationName(NamedTuple):
 Message = Fork | Accept | Delete | Take | Abort
 
 KINDS: dict[type, str] = {
-    Fork: "rref.fork",
-    Accept: "rref.accept",
-    Delete: "rref.delete",
-    Take: "rref.take",
-    Abort: "rref.abort",
+    kind: f"rref.{kind.__name__.lower()}" for kind in get_args(Message)
 }
 """The kind of frame in which each message travels."""
 

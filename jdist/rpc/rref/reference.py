@@ -18,12 +18,7 @@ from jdist.rpc.rref.messages import REFERENCE, Ref, pack, unpack
 from jdist.rpc.rref.owner_value import new_owner_value
 from jdist.rpc.rref.protocol import Protocol
 from jdist.rpc.rref.proxy import Method, Proxy
-from jdist.rpc.rref.references import (
-    Handle,
-    References,
-    references_of,
-    refuse_anywhere_else,
-)
+from jdist.rpc.rref.references import Handle, References, refuse_anywhere_else
 
 T = TypeVar("T")
 
@@ -59,7 +54,7 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_asked", "_creation", "_handle", "_type")
 
     def __init__(self, value: T) -> None:
-        references = references_of(current_agent())
+        references: References = current_agent().references
         place: Future[T] = new_owner_value()
         place.set_result(value)
         self._set(Handle(references, references.ask(Protocol.name), owner_value=place))
@@ -321,7 +316,7 @@ def remote(
     outgoing = function_calls.outgoing(
         agent, to, CREATE, func, args, kwargs, timeout, "remote"
     )
-    request = Creation(references_of(agent), outgoing)
+    request = Creation(agent.references, outgoing)
     try:
         handle = request.begin()
         # Made before the request is sent: its finalizer gives the value up in any case.

@@ -493,13 +493,6 @@ class References:
             rest += node
 
 
-def references_of(agent: Agent) -> References:
-    """Returns the references of a worker."""
-    found = agent.references
-    assert isinstance(found, References)
-    return found
-
-
 def _freed(rref: GloballyUniqueId) -> str:
     return (
         f"The value of {rref} is not there any more: the worker from which this "
