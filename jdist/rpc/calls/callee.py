@@ -49,8 +49,8 @@ class Execution(CallUnderWay):
     """
 
     __slots__ = (
-        "_followers", "_futures", "_lock", "_nested", "_pool", "_undelivered", "answer",
-        "cancelled", "ticket",
+        "_ends", "_followers", "_lock", "_pool", "answer", "brings_references",
+        "cancelled", "deferred", "ticket",
     )  # fmt: skip
 
     answer: Future[Frame]
@@ -58,6 +58,12 @@ class Execution(CallUnderWay):
 
     ticket: Any
     """The ticket by which the caller may cancel it out of band; None if it will not."""
+
+    deferred: bool
+    """Whether it continues without a thread, as a future."""
+
+    brings_references: bool
+    """Whether its answer brings references."""
 
     def __init__(self, caller: WorkerInfo, frame: Frame, pool: ThreadPool) -> None:
         until = current.from_meta(frame.meta)
@@ -67,14 +73,9 @@ class Execution(CallUnderWay):
         self._pool = pool
         self._lock = threading.Lock()
         self._followers: list[Callable[..., None]] | None = []
-        self._futures: list[Future[Any]] = []
-        self._nested: set[Cancellable] | None = None
-        self._undelivered: Callable[[], None] | None = None
-
-    @property
-    def deferred(self) -> bool:
-        """Whether it continues without a thread, as a future."""
-        return bool(self._futures)
+        # What a cancellation ends, and how.
+        self._ends: dict[Any, Callable[[str], object]] = {}
+        self.deferred = self.brings_references = False
 
     def follow(self, serve: Callable[..., None]) -> bool:
         """Appends `serve` to its thread's tasks; False if that thread has finished."""
@@ -100,41 +101,22 @@ class Execution(CallUnderWay):
 
     def defer(self, future: Future[Any]) -> None:
         """Records that the result comes from `future`."""
-        with self._lock:
-            self._futures.append(future)
-            # A cancellation that came before has not seen this future.
-            reason = self.cancelled
-        if reason is not None:
-            _time_out(future, reason)
-
-    @property
-    def brings_references(self) -> bool:
-        """Whether its answer brings references."""
-        return self._undelivered is not None
+        self.deferred = True
+        self._end_with_it(future, functools.partial(_time_out, future))
 
     def bring(self, undelivered: Callable[[], None]) -> None:
         """Registers a callback for an answer with references that is given up."""
-        with self._lock:
-            self._undelivered = undelivered
-            cancelled = self.cancelled
-        if cancelled is not None:
-            undelivered()
+        self.brings_references = True
+        self._end_with_it(undelivered, lambda reason: undelivered())
 
     def begin(self, nested: Cancellable) -> None:
         """Records that the function waits for `nested`, which is given up with it."""
-        with self._lock:
-            if self._nested is None:
-                self._nested = set()
-            self._nested.add(nested)
-            reason = self.cancelled
-        if reason is not None:
-            nested.give_up(reason)
+        self._end_with_it(nested, nested.give_up)
 
     def end(self, nested: Cancellable) -> None:
         """Records that the function no longer waits for `nested`."""
         with self._lock:
-            if self._nested is not None:
-                self._nested.discard(nested)
+            self._ends.pop(nested, None)
 
     def cancel(self, reason: str) -> None:
         """Cancels the call: ends its futures and nested calls.
@@ -146,15 +128,18 @@ class Execution(CallUnderWay):
             if self.cancelled is not None:
                 return
             self.cancelled = reason
-            undelivered = self._undelivered
-            ends: list[Callable[[], None]]
-            ends = [functools.partial(_time_out, one, reason) for one in self._futures]
-            ends += [functools.partial(c.give_up, reason) for c in self._nested or ()]
-        if undelivered is not None:
-            ends.append(undelivered)
+            ends = list(self._ends.values())
         for end in ends:
             # Separately: a callback that waits must not keep a nested call alive.
-            self._pool.run(end)
+            self._pool.run(functools.partial(end, reason))
+
+    def _end_with_it(self, what: Any, end: Callable[[str], object]) -> None:
+        with self._lock:
+            self._ends[what] = end
+            # A cancellation that came before has not seen this one.
+            reason = self.cancelled
+        if reason is not None:
+            end(reason)
 
 
 def _time_out(future: Future[Any], reason: str) -> None:
