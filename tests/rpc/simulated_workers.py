@@ -225,14 +225,14 @@ class SimulatedWorkers:
         for me in self.alive:
             protocol = self.workers[me]
             assert (len(protocol.owned), len(protocol.user_forks)) == (0, 0)
-            assert len(protocol.unacknowledged) == 0
+            assert protocol.forks_in_transit == 0
         for rref, owner_value in self.owner_values.items():
             assert owner_value.freed <= 1, rref
         for user_fork in self.settled:
             assert self.settled.count(user_fork) == 1
 
     def _has_yet_to_arrive(self, call):
-        given = self.workers[call.sender].unacknowledged.find(call.ref.fork, call.to)
+        given = self.workers[call.sender].in_transit(call.ref.fork, call.to)
         return given is not None and not self._was_redelivered(call)
 
     def _was_redelivered(self, call):

@@ -99,39 +99,6 @@ class GivenFork(NamedTuple):
     parent: UserFork | None
 
 
-class Unacknowledged:
-    """The forks in transit from one worker, by receiver."""
-
-    def __init__(self) -> None:
-        self._to: defaultdict[int, Unsettled[GivenFork]] = defaultdict(Unsettled)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._to.values()))
-
-    def begin(self, given: GivenFork) -> int:
-        """Records a fork to be sent; returns the low-water mark to send with it."""
-        self._to[given.receiver].begin(given.fork.local_id, given)
-        return self.low_water_mark(given.receiver)
-
-    def find(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
-        """Finds a fork that is in transit to that worker."""
-        given = self._to[receiver].get(fork.local_id)
-        return given if given is not None and given.fork == fork else None
-
-    def end(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
-        """Ends a fork that arrived or was never sent; None if it had ended before."""
-        known = self.find(fork, receiver) is not None
-        return self._to[receiver].end(fork.local_id) if known else None
-
-    def low_water_mark(self, receiver: int) -> int:
-        """The number below which all forks to that worker have arrived."""
-        return self._to[receiver].low_water_mark
-
-    def sweep(self, receiver: int) -> list[GivenFork]:
-        """Ends and returns all forks in transit to a worker that is gone."""
-        return self._to.pop(receiver, Unsettled()).clear()
-
-
 # --- effects ---
 
 
@@ -315,7 +282,8 @@ class Protocol:
         self._ids = ids
         self.owned = OwnedValues(me, new_owner_value)
         self.user_forks: dict[GloballyUniqueId, UserFork] = {}
-        self.unacknowledged = Unacknowledged()
+        # Forks in transit, by receiver.
+        self._given: defaultdict[int, Unsettled[GivenFork]] = defaultdict(Unsettled)
         self._taken: defaultdict[int, DedupWindow] = defaultdict(DedupWindow)
         self._creating: defaultdict[int, Unsettled[UserFork]] = defaultdict(Unsettled)
         self._gone: dict[int, str] = {}
@@ -396,21 +364,25 @@ class Protocol:
 
     def undelivered(self, fork: GloballyUniqueId, to: int) -> Effects:
         """Handles the loss, certain or possible, of the message with a fork."""
-        given = self.unacknowledged.find(fork, to)
+        given = self.in_transit(fork, to)
         if given is None:
             return []
         if to in self._gone:
-            self.unacknowledged.end(fork, to)
+            self._given[to].end(fork.local_id)
             return self._returned(given)
         owner = self.me if given.parent is None else given.parent.owner
-        return [
-            Send(
-                to,
-                Take(
-                    Ref(owner, given.rref, fork, self.unacknowledged.low_water_mark(to))
-                ),
-            )
-        ]
+        low_water_mark = self._given[to].low_water_mark
+        return [Send(to, Take(Ref(owner, given.rref, fork, low_water_mark)))]
+
+    def in_transit(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
+        """Finds a fork that is in transit to that worker."""
+        given = self._given[receiver].get(fork.local_id)
+        return given if given is not None and given.fork == fork else None
+
+    @property
+    def forks_in_transit(self) -> int:
+        """The number of forks that were given and have not been accepted."""
+        return sum(map(len, self._given.values()))
 
     # --- taking ---
 
@@ -485,9 +457,10 @@ class Protocol:
 
     def on_accept(self, receiver: int, message: Accept) -> Effects:
         """Handles the arrival of a fork that this worker gave."""
-        given = self.unacknowledged.end(message.fork, receiver)
+        given = self.in_transit(message.fork, receiver)
         if given is None:
             return []
+        self._given[receiver].end(message.fork.local_id)
         # Its `Delete` ends it.
         if given.parent is None and receiver != self.me:
             return []  # the owner's gift, counted from the beginning
@@ -516,7 +489,7 @@ class Protocol:
         self._taken.pop(worker, None)
         self._creating.pop(worker, None)
         effects = self.owned.sweep(worker, reason)
-        for given in self.unacknowledged.sweep(worker):
+        for given in self._given.pop(worker, Unsettled()).clear():
             effects += self._returned(given)
         for user_fork in list(self.user_forks.values()):
             if user_fork.owner == worker:
@@ -528,9 +501,9 @@ class Protocol:
     def _give(
         self, owner: int, rref: GloballyUniqueId, to: int, parent: UserFork | None
     ) -> Ref:
-        fork = self._ids.next()
-        low_water_mark = self.unacknowledged.begin(GivenFork(to, rref, fork, parent))
-        return Ref(owner, rref, fork, low_water_mark)
+        fork, given = self._ids.next(), self._given[to]
+        given.begin(fork.local_id, GivenFork(to, rref, fork, parent))
+        return Ref(owner, rref, fork, given.low_water_mark)
 
     def _confirm(self, user_fork: UserFork, giver: int) -> Effects:
         """Makes the owner count a fork that has arrived, and informs the giver."""

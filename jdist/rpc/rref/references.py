@@ -282,7 +282,7 @@ class References:
             return {
                 "num_owner_rrefs": len(protocol.owned),
                 "num_forks": protocol.owned.forks,
-                "num_forks_under_way": len(protocol.unacknowledged),
+                "num_forks_under_way": protocol.forks_in_transit,
                 "num_user_rrefs": len(protocol.user_forks),
                 "num_pending_users": sum(
                     one.pending for one in protocol.user_forks.values()
@@ -455,7 +455,7 @@ class References:
 
     def _at_rest(self) -> bool:
         protocol = self._protocol
-        under_way = len(protocol.user_forks) + len(protocol.unacknowledged)
+        under_way = len(protocol.user_forks) + protocol.forks_in_transit
         performed = not self._due and not self._performing
         return performed and not under_way and self.delivery.idle()
 

@@ -155,7 +155,7 @@ def test_an_interrupt_between_counting_and_accepting_leaves_nothing_under_way():
                 owner.on_accept(0, message)
             case Send(1, Delete() as message):
                 owner.on_delete(0, message)
-    assert len(owner.unacknowledged) == 0
+    assert owner.forks_in_transit == 0
     assert owner.owned.forks == 0
 
 
