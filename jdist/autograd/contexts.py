@@ -39,6 +39,7 @@ from jdist.rpc.extension import (
     Agent,
     IdCounter,
     Peer,
+    QueuedMessage,
     ReliableDelivery,
     current,
     futures,
@@ -496,7 +497,7 @@ class Releases:
         for context_id in ids:
             reason = f"{caller.name!r} released it."
             for worker in self._end_here(context_id, reason, by):
-                self.delivery.send(worker, _RELEASE, context_id)
+                self.delivery.send(worker, QueuedMessage(_RELEASE, context_id))
 
     def _remind(self, now: float) -> float | None:
         """Sends ends that no request has taken along; returns when to look again."""
@@ -507,7 +508,7 @@ class Releases:
                     upcoming = until if upcoming is None else min(upcoming, until)
                 elif waiting.pop(context_id, None) is not None:
                     # Even if a request under way tells it: its answer may never come.
-                    self.delivery.send(worker, _RELEASE, context_id)
+                    self.delivery.send(worker, QueuedMessage(_RELEASE, context_id))
         return upcoming
 
     def end(
@@ -540,7 +541,8 @@ class Releases:
         """Delivers a message; the future has its answer, or None without one."""
         answer: Future[Any] = _quietly(Future)
         unreachable = functools.partial(answer.set_result, None)
-        self.delivery.send(to, kind, context_id, answer.set_result, unreachable)
+        message = QueuedMessage(kind, context_id, answer.set_result, unreachable)
+        self.delivery.send(to, message)
         return answer
 
     # --- messages of other workers ---

@@ -29,7 +29,7 @@ from jdist.rpc.modules.parameters import make_module
 from jdist.rpc.processes.process_settings import settings_of_each
 from jdist.rpc.processes.spawn import main_module
 from jdist.rpc.processes.supervisor import ProcessCommand, Supervisor
-from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.reliable_delivery import QueuedMessage, ReliableDelivery
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [  # noqa: RUF022 - by subject
@@ -58,6 +58,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "Outgoing",
     "unpacked",
     "ReliableDelivery",
+    "QueuedMessage",
     # Futures and locks.
     "futures",
     "InterruptSafeLock",

@@ -1,5 +1,6 @@
 """Reliable delivery by itself: batches, answers, repetitions, and ends."""
 
+import functools
 import threading
 
 import pytest
@@ -36,14 +37,9 @@ class Notes:
         return answers if self.later is None else self.later, lambda: None
 
     def send(self, to, row, **options):
-        self.delivery.send(
-            to.number,
-            KIND,
-            row,
-            self.answers.append,
-            lambda: self.answers.append("unreachable"),
-            **options,
-        )
+        unreachable = functools.partial(self.answers.append, "unreachable")
+        message = QueuedMessage(KIND, row, self.answers.append, unreachable)
+        self.delivery.send(to.number, message, **options)
 
     def handled(self):
         return [row for _, rows in self.batches for row in rows]
@@ -86,7 +82,7 @@ def test_messages_that_are_sent_together_go_together(workers, monkeypatch):
     given = []
     monkeypatch.setattr(one.agent.pool, "run", given.append)
     messages = [QueuedMessage(KIND, row, one.answers.append) for row in range(50)]
-    one.delivery.send_all(other.number, messages)
+    one.delivery.send(other.number, *messages)
     (send,) = given
     monkeypatch.undo()
     send()
