@@ -198,8 +198,8 @@ def has_arrived(parts):
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while time.monotonic() < until:
         with coordinator._lock:
-            rounds = [g for _, g in coordinator._all_rounds()]
-            arrived = sum(len(g._came) for g in rounds if g._answer is None)
+            rounds = coordinator._rounds
+            arrived = sum(len(one._came) for one in rounds if not one.decided)
         if arrived >= parts:
             return
         pause.wait(0.005)

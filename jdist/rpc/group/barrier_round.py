@@ -84,14 +84,17 @@ class BarrierRound:
     """Collects one contribution per worker and decides the common answer.
 
     Args:
+      key: What the requests agree in.
       names: Names of the workers that take part.
       numbered: Whether all must have the same number.
 
     Attributes:
+      key: The argument of the same name.
       lost: Whether it failed because a worker was lost.
     """
 
-    def __init__(self, names: tuple[str, ...], numbered: bool) -> None:
+    def __init__(self, key: RoundKey, names: tuple[str, ...], numbered: bool) -> None:
+        self.key = key
         self.lost = False
         self._names = names
         self._numbered = numbered

@@ -59,7 +59,7 @@ class Coordinator:
         self._transport = transport
         self._options = options
         self._membership = Membership(world_size)
-        self._rounds: dict[RoundKey, list[BarrierRound]] = {}
+        self._rounds: list[BarrierRound] = []
         self._leaving: str | None = None
         self._ended = False
         self._lock = threading.Lock()
@@ -102,12 +102,16 @@ class Coordinator:
             for member in self._membership.close():
                 member.channel.close(_ENDING)
             self._leaving = self._membership.present()[0].info.name
-            if self._fewer.wait_for(self._is_last, deadline.remaining()):
+
+            def others() -> list[str]:
+                return [one.info.name for one in self._membership.present()][1:]
+
+            if self._fewer.wait_for(lambda: not others(), deadline.remaining()):
                 return
-            others = [one.info.name for one in self._membership.present()][1:]
+            names = others()
         raise RpcTimeout(
             f"shutdown timed out after {deadline.timeout:.2f} seconds: rank 0 of an "
-            f"elastic group leaves last. Still there: {', '.join(others)}."
+            f"elastic group leaves last. Still there: {', '.join(names)}."
         )
 
     def wait_until_told(self, seconds: float) -> None:
@@ -197,11 +201,10 @@ class Coordinator:
 
     def _gather(self, member: Member, frame: Frame) -> None:
         contribution = contribution_of(member, frame)
-        key = contribution.asked.key
         with self._lock:
             if not self._membership.has(member):
                 raise ProtocolError(f"{member.info.name!r} was not let in.")
-            this = self._round_for(key, member.info.name)
+            this = self._round_for(contribution.asked.key, member.info.name)
             this.add(member.info.name, contribution)
             # A worker may have been lost before this round was opened.
             for missing in this.missing():
@@ -209,24 +212,24 @@ class Coordinator:
                 if gone is not None:
                     this.lose(missing, gone)
             this.expire(time.monotonic(), self._whereabouts)
-            self._settle(key, this)
+            self._settle(this)
         self._alarm.set(contribution.until)
 
     def _round_for(self, key: RoundKey, name: str) -> BarrierRound:
         """Finds or opens the round that this worker's contribution belongs to."""
-        known = self._rounds.setdefault(key, [])
-        for one in known:
+        for one in self._rounds:
             # The oldest first: a worker that comes late must meet the round that the
             # others opened for it, even if that has failed, to stay in step with them.
-            if one.expects(name):
+            if one.key == key and one.expects(name):
                 return one
         names = key.names
         if names is None:
             names = tuple(sorted(one.info.name for one in self._membership.present()))
-        known.append(BarrierRound(names, numbered=not self._membership.elastic))
-        return known[-1]
+        opened = BarrierRound(key, names, numbered=not self._membership.elastic)
+        self._rounds.append(opened)
+        return opened
 
-    def _settle(self, key: RoundKey, this: BarrierRound) -> None:
+    def _settle(self, this: BarrierRound) -> None:
         """Sends the answers that are due; keeps a decided round for late workers."""
         self._post(this.take_answers())
         if not this.decided:
@@ -234,20 +237,19 @@ class Coordinator:
         # A worker that comes late to an elastic group's round opens the next one.
         gone = all(one.member.gone is not None for one in this.contributions)
         over = self._membership.elastic and (this.lost or gone)
+        present = {one.info.name for one in self._membership.present()}
         for name in this.missing():
-            if over or not self._membership.is_present(name):
+            if over or name not in present:
                 this.excuse(name)
         if not this.missing():
-            self._rounds[key].remove(this)
-            if not self._rounds[key]:
-                del self._rounds[key]
+            self._rounds.remove(this)
 
     def _whereabouts(self) -> dict[str, str]:
         """The operation in which each worker waits, by name."""
         found = {} if self._leaving is None else {self._leaving: SHUTDOWN}
         # A program's collective hides the shutdown in which another thread waits.
-        under_way = [one for one in self._all_rounds() if not one[1].decided]
-        for _, this in sorted(under_way, key=lambda one: not one[0].ends):
+        under_way = [one for one in self._rounds if not one.decided]
+        for this in sorted(under_way, key=lambda one: not one.key.ends):
             for one in this.contributions:
                 found[one.member.info.name] = str(one.asked)
         return found
@@ -307,18 +309,11 @@ class Coordinator:
     def _miss(self, member: Member, reason: str) -> None:
         """Completes or fails the rounds that wait for a worker that has gone."""
         name = member.info.name
-        for key, this in self._all_rounds():
-            if key.names is not None or not member.left:
+        for this in list(self._rounds):
+            if this.key.names is not None or not member.left:
                 this.lose(name, reason)
             this.excuse(name)
-            self._settle(key, this)
-
-    def _all_rounds(self) -> list[tuple[RoundKey, BarrierRound]]:
-        pairs = self._rounds.items()
-        return [(key, one) for key, several in pairs for one in several]
-
-    def _is_last(self) -> bool:
-        return len(self._membership.present()) < 2
+            self._settle(this)
 
     def _listen(self, now: float, held_up: bool) -> None:
         with self._lock:
@@ -340,9 +335,9 @@ class Coordinator:
         with self._lock:
             self._post(self._membership.expire(now))
             moments = [self._membership.until()]
-            for key, this in self._all_rounds():
+            for this in list(self._rounds):
                 this.expire(now, self._whereabouts)
-                self._settle(key, this)
+                self._settle(this)
                 moments.append(this.until())
         return min((at for at in moments if at is not None), default=None)
 

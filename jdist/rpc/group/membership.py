@@ -323,10 +323,6 @@ class Membership:
             return None if self.elastic else "no such worker"
         return member.gone
 
-    def is_present(self, name: str) -> bool:
-        """Whether a worker of this name is a live member."""
-        return any(member.info.name == name for member in self.present())
-
     # --- inside ---
 
     def _joining(self) -> list[Member]:

@@ -94,7 +94,7 @@ def test_requests_that_make_no_sense(worker, mad, kind, good):
         channel.close()
         assert wait_for(is_gone)
     assert rpc.all_gather(5) == {"worker0": 5}
-    assert worker.group.coordinator._all_rounds() == []
+    assert worker.group.coordinator._rounds == []
 
 
 @pytest.mark.parametrize("field", ["name", "rank", "world_size", "timeout"])

@@ -17,7 +17,7 @@ def arrived():
     """On rank 0: how many wait at the coordinator."""
     coordinator = current.worker().group.coordinator
     with coordinator._lock:
-        rounds = [one for _, one in coordinator._all_rounds()]
+        rounds = coordinator._rounds
         return sum(len(one._came) for one in rounds if not one.decided)
 
 
@@ -26,7 +26,7 @@ def has_arrived(count):
 
 
 def kept_rounds():
-    return len(current.worker().group.coordinator._all_rounds())
+    return len(current.worker().group.coordinator._rounds)
 
 
 def ask_from_worker0(elastic, body, *args):

@@ -119,8 +119,8 @@ def has_part(names):
     event, limit = threading.Event(), time.monotonic() + 60
     while time.monotonic() < limit:
         with coordinator._lock:
-            known = coordinator._all_rounds()
-            if any(key.names == tuple(names) for key, _ in known):
+            known = coordinator._rounds
+            if any(one.key.names == tuple(names) for one in known):
                 return True
         event.wait(0.005)
     return False

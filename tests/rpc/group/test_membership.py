@@ -224,7 +224,7 @@ def test_a_newcomer_is_let_in_when_all_know_it():
     assert told(asked) == [("a", "group.coming"), ("b", "group.coming")]
     assert group.confirmed(a, number_in(asked)) == []
     assert group.confirmed(a, number_in(asked)) == []
-    assert not group.is_present("c")
+    assert c not in group.present()
     answers = group.confirmed(b, number_in(asked))
     assert told(answers) == [("c", REPLY), ("a", "group.came"), ("b", "group.came")]
     rows = answers[0][1].meta["members"]

@@ -463,8 +463,8 @@ def everyone(hosts, plans):
 
 def ending():
     """On worker0: how many wait in their shutdown."""
-    rounds = current_agent().group.coordinator._all_rounds()
-    return sum(len(one.contributions) for key, one in rounds if key.ends)
+    rounds = current_agent().group.coordinator._rounds
+    return sum(len(one.contributions) for one in rounds if one.key.ends)
 
 
 def gather_while_others_end():
