@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
-from jdist.rpc.base.future import Future, call_when_done, complete, error_of
+from jdist.rpc.base.future import Future, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent, Invocation
@@ -40,6 +40,7 @@ class Creation:
         # Noted before they are registered, so that no interrupt loses one.
         self._user_forks: list[UserFork] = []
         self._local: GloballyUniqueId | None = None
+        self._place: OwnerValue | None = None
         self._name: CreationName
 
     def begin(self) -> Handle:
@@ -51,7 +52,7 @@ class Creation:
             # until the function has ended.
             rref = self._local = references.ask(Protocol.name)
             self._name = CreationName(rref, rref, 0)
-            place = new_owner_value()
+            place = self._place = new_owner_value()
             references.ask(lambda p: p.create_here(rref, place))
             return Handle(references, rref, owner_value=place, creation=self._ended)
         incarnation = incarnation_of(owner)
@@ -62,22 +63,15 @@ class Creation:
             references, fork.rref, None, fork, self._ended, until=outgoing.deadline
         )
 
-    def ask(self, handle: Handle) -> Submitted | None:
+    def ask(self) -> Submitted | None:
         """Sends the request; returns it unless the connection is still being opened."""
-        agent = self._references.agent
         body = (pack(self._name), *self._outgoing.body)
-        place = handle.owner_value
-        if place is None:
-            outgoing = replace(self._outgoing, body=body, ended=self._end)
-            return agent.submit(outgoing).submitted
-        asked = agent.request(replace(self._outgoing, body=body))
-        call_when_done(asked, lambda: self._end_here(asked, place))
-        return None
+        outgoing = replace(self._outgoing, body=body, ended=self._end)
+        return self._references.agent.submit(outgoing).submitted
 
     def give_up(self, error: BaseException) -> None:
         """Undoes the creation and notifies the owner if it may have been asked."""
-        if self._local is not None:
-            self._end_local(self._local)
+        self._end_local()
         for fork in self._user_forks:
             self._give_up(fork, error)
 
@@ -92,31 +86,29 @@ class Creation:
 
     def _end(self, error: BaseException | None) -> None:
         """Completes the creation; never blocks the thread that reads the answer."""
-        references, (fork,) = self._references, self._user_forks
-        if error is None:
+        references, place = self._references, self._place
+        agent, fork = references.agent, next(iter(self._user_forks), None)
+        if error is None and fork is not None:
+            # Counted first: `confirmed_by_owner` holds once the creation is done.
             references.do(lambda p: p.created(fork))
-        # Counted first: `confirmed_by_owner` holds once the creation is done.
-        callbacks = complete(self._ended, None, error)
-        if error is not None:
+        callbacks = complete(self._ended, None, error) or []
+        if error is not None and place is not None:
+            table = agent.codec.functions
+            failure = failure_of(error, table)
+            callbacks.append(lambda: fail(place, failure, "", table))
+        elif error is not None and fork is not None:
             reason = f"{type(error).__name__}: {error}"
             references.do(lambda p: p.not_created(fork, reason))
         # Callbacks are the user's, and may block.
-        for callback in callbacks or ():
-            references.agent.pool.run(callback)
+        for callback in callbacks:
+            agent.pool.run(callback)
+        self._end_local()
 
-    def _end_here(self, asked: Future[Any], owner_value: OwnerValue) -> None:
-        error, table = error_of(asked), self._references.agent.codec.functions
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
-            fail(owner_value, failure_of(error, table), "", table)
-        assert self._local is not None
-        self._end_local(self._local)
-
-    def _end_local(self, rref: GloballyUniqueId) -> None:
+    def _end_local(self) -> None:
         """Ends what `create_here` began; idempotent."""
-        self._references.do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
+        rref = self._local
+        if rref is not None:
+            self._references.do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
 
 
 def install(agent: Agent, references: References) -> None:

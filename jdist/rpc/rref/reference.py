@@ -318,10 +318,9 @@ def remote(
     )
     request = Creation(agent.references, outgoing)
     try:
-        handle = request.begin()
         # Made before the request is sent: its finalizer gives the value up in any case.
-        rref = RRef._of(handle)
-        rref._asked = request.ask(handle)
+        rref = RRef._of(request.begin())
+        rref._asked = request.ask()
     except BaseException as error:
         request.give_up(error)
         raise
