@@ -57,23 +57,17 @@ def information(agent: Agent) -> dict[str, Any]:
 
 def _hint(agent: Agent, peer: Peer) -> str:
     """Asks `peer` for its activity, for the message of a timeout."""
-    if agent.closed or peer.departed:
+    # One question at a time: when many calls time out together, the peer would be asked
+    # as often.
+    if agent.closed or peer.departed or peer.asking:
         return ""
-
-    def ask() -> str | None:
-        # One question at a time: when many calls time out together, the peer would be
-        # asked as often.
-        if not peer.asking.try_acquire():
-            return None
+    try:
+        peer.asking = True
         # Not under the deadline that has just passed.
         context = contextvars.Context()
-        asked = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
-        return str(asked)
-
-    try:
-        told = peer.asking.releasing(ask)
+        told = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
     except (RpcError, ValueError):
         return f" Asked what it is doing, {peer.info.name!r} did not answer."
-    if told is None:
-        return ""
+    finally:
+        peer.asking = False
     return f" It {told}." if told else f" By then {peer.info.name!r} was idle."

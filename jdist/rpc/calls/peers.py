@@ -62,7 +62,7 @@ class Peer:
         self, record: PeerRecord, transport: Transport, pool: ThreadPool
     ) -> None:
         self.info, self.transport_name, self._address = record
-        self.asking = InterruptSafeLock()
+        self.asking = False  # what it is doing, for the message of a timeout
         self.shared: SharedConnection | None = None
         self.departed: str | None = None
         self._transport = transport
