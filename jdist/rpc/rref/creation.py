@@ -156,10 +156,12 @@ def _place(
     return references.on_create(caller, name)
 
 
-def _keep(
-    agent: Agent, owner_value: OwnerValue, outcome: Callable[[], Any]
-) -> Future[Reply] | Reply:
-    """Stores the outcome of a function, once its future is done if it returned one."""
+def _keep(agent: Agent, owner_value: OwnerValue, outcome: Callable[[], Any]) -> Any:
+    """Stores the outcome of a function, once its future is done if it returned one.
+
+    Returns:
+      The reply, or a future of it.
+    """
     try:
         result = outcome()
     except BaseException as error:  # noqa: BLE001 - it is that of all holders
