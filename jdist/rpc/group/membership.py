@@ -385,8 +385,8 @@ class Membership:
         if not entering:
             return []
         self._entering = entering
-        self._waiting = [one for one in self._waiting if one not in entering]
         for one in entering:
+            self._waiting.remove(one)
             incarnation = self._free_incarnation(one.info.id)
             if incarnation is None:
                 self._entering = []
