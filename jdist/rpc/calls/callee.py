@@ -74,7 +74,7 @@ class Execution(CallUnderWay):
         self._lock = threading.Lock()
         self._followers: list[Callable[..., None]] | None = []
         # What a cancellation ends, and how.
-        self._ends: dict[Any, Callable[[str], object]] = {}
+        self._ends: dict[Any, Callable[[str], None]] = {}
         self.deferred = self.brings_references = False
 
     def follow(self, serve: Callable[..., None]) -> bool:
@@ -133,7 +133,7 @@ class Execution(CallUnderWay):
             # Separately: a callback that waits must not keep a nested call alive.
             self._pool.run(functools.partial(end, reason))
 
-    def _end_with_it(self, what: Any, end: Callable[[str], object]) -> None:
+    def _end_with_it(self, what: Any, end: Callable[[str], None]) -> None:
         with self._lock:
             self._ends[what] = end
             # A cancellation that came before has not seen this one.
