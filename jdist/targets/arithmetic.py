@@ -3,12 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from jdist.targets.hlo import ArrayShape, Computation, HloModule, Instruction
+from jdist.targets.hlo import ArrayShape, Instruction
 
 FREE = frozenset(
     {
@@ -34,31 +34,22 @@ class MatrixProducts(NamedTuple):
     """Number of operations; a multiplication and an addition count as two."""
 
 
-def products(
-    instruction: Instruction, computation: Computation, module: HloModule
-) -> tuple[MatrixProducts, ...]:
+def products(instruction: Instruction) -> tuple[MatrixProducts, ...]:
     """Matrix products of an instruction, including those inside a fusion."""
     # Other arithmetic is not counted: on all of these chips, memory traffic bounds it.
     if instruction.opcode == "fusion":
-        inner = module.computations[instruction.called("calls")[0]]
-        return tuple(
-            found
-            for each in inner.instructions
-            for found in products(each, inner, module)
-        )
+        (inner,) = instruction.called("calls")
+        return tuple(found for each in inner.instructions for found in products(each))
     count = _counter(instruction)
     if count is None:
         return ()
-    operands = [computation.by_name[name].shapes for name in instruction.operands]
-    arrays = [shapes[0] for shapes in operands if shapes]
+    arrays = [each.shapes[0] for each in instruction.operands if each.shapes]
     precision = instruction.attribute("operand_precision").strip("{}").split(",")[0]
     operations = count(instruction, arrays, instruction.shapes[0])
     return (MatrixProducts(arrays[0].dtype, precision or "default", operations),)
 
 
-def bytes_accessed(
-    instruction: Instruction, computation: Computation, module: HloModule
-) -> int:
+def bytes_accessed(instruction: Instruction) -> int:
     """Bytes of device memory that an instruction reads and writes.
 
     A slice counts the elements taken, not the whole array, and an in-place update the
@@ -69,40 +60,34 @@ def bytes_accessed(
     is_end = opcode.endswith("-done")
     if opcode in FREE or is_end or instruction.target == "AllocateBuffer":
         return 0
-    arrays = [computation.by_name[name].shapes for name in instruction.operands]
     if opcode != "fusion":
-        return _own_bytes(instruction, arrays)
-    inner = module.computations[instruction.called("calls")[0]]
-    read = sum(
-        # A fusion may read a value in several slices, but at most all of it.
-        min(_read_in(parameter, inner, module), sum(map(_traffic, shapes)))
-        for parameter, shapes in zip(inner.parameters, arrays, strict=True)
-    )
-    written = sum(map(_traffic, instruction.shapes))
-    return read + min(_written_by(inner.root, inner, module), written)
+        return _own_bytes(instruction)
+    (inner,) = instruction.called("calls")
+    pairs = zip(inner.parameters, instruction.operands, strict=True)
+    # A fusion may read a value in several slices, but at most all of it.
+    read = sum(min(_read_of(x), _traffic(operand.shapes)) for x, operand in pairs)
+    return read + min(_written_by(inner.root), _traffic(instruction.shapes))
 
 
-def _own_bytes(
-    instruction: Instruction, arrays: Sequence[tuple[ArrayShape, ...]]
-) -> int:
-    """Bytes that an instruction other than a fusion moves, by its operands' shapes."""
-    opcode = instruction.opcode
-    written = sum(map(_traffic, instruction.shapes))
+def _own_bytes(instruction: Instruction) -> int:
+    """Bytes that an instruction other than a fusion moves."""
+    opcode, operands = instruction.opcode, instruction.operands
+    written = _traffic(instruction.shapes)
     # The elements taken are read once and written once.
     if opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * written
     # In place: the update is read and written, the rest of the array is not touched.
     if opcode == "dynamic-update-slice":
-        return 2 * sum(map(_traffic, arrays[1]))
+        return 2 * _traffic(operands[1].shapes)
     if opcode == "copy-start":
         # The result type lists both sides, and the operand is one of them.
-        return sum(map(_traffic, instruction.shapes[:2]))
+        return _traffic(instruction.shapes[:2])
     if opcode.endswith("slice-start"):
         # An asynchronous slice: its result type lists the source and the elements
         # taken.
         source, taken = instruction.shapes[:2]
-        return (0 if source.space else taken.bytes) + _traffic(taken)
-    return written + sum(_traffic(shape) for shapes in arrays for shape in shapes)
+        return (0 if source.space else taken.bytes) + _traffic([taken])
+    return written + sum(_traffic(operand.shapes) for operand in operands)
 
 
 Count = Callable[[Instruction, list[ArrayShape], ArrayShape], int]
@@ -178,46 +163,42 @@ def _counter(instruction: Instruction) -> Count | None:
     return {"dot": _dot, "convolution": _convolution}.get(instruction.opcode)
 
 
-def _traffic(shape: ArrayShape) -> int:
+def _traffic(shapes: Iterable[ArrayShape]) -> int:
     # Space 0 is device memory; others do not take its bandwidth.
-    return 0 if shape.space else shape.bytes
+    return sum(shape.bytes for shape in shapes if not shape.space)
 
 
-def _read_in(value: Instruction, computation: Computation, module: HloModule) -> int:
+def _read_of(value: Instruction) -> int:
     """Bytes that a computation reads of one of its values, at most all of them."""
     whole = sum(shape.bytes for shape in value.shapes)
     read = 0
-    for user in computation.users.get(value.name, ()):
+    for user in value.users:
         if user.opcode in ("dynamic-slice", "slice", "gather"):
             # As the index operand, the value is read as a whole.
-            is_sliced = user.operands[0] == value.name
+            is_sliced = user.operands[0] is value
             read += sum(s.bytes for s in user.shapes) if is_sliced else whole
         elif user.opcode == "dynamic-update-slice":
             # The array that is updated stays in place and is not read.
-            read += 0 if user.operands[0] == value.name else whole
+            read += 0 if user.operands[0] is value else whole
         elif user.opcode == "bitcast":
-            read += _read_in(user, computation, module)
+            read += _read_of(user)
         elif user.opcode == "fusion":
-            inner = module.computations[user.called("calls")[0]]
-            for parameter, name in zip(inner.parameters, user.operands, strict=True):
-                if name == value.name:
-                    read += _read_in(parameter, inner, module)
+            (inner,) = user.called("calls")
+            pairs = zip(inner.parameters, user.operands, strict=True)
+            read += sum(_read_of(parameter) for parameter, x in pairs if x is value)
         else:
             # Any other use may read every element.
             return whole
     return min(read, whole)
 
 
-def _written_by(root: Instruction, computation: Computation, module: HloModule) -> int:
+def _written_by(root: Instruction) -> int:
     """Bytes written by a fusion with this root instruction."""
-    if root.opcode == "tuple":
-        parts = [computation.by_name[name] for name in root.operands]
-        return sum(_written_by(part, computation, module) for part in parts)
-    if root.opcode == "bitcast":
-        return _written_by(computation.by_name[root.operands[0]], computation, module)
+    if root.opcode in ("tuple", "bitcast"):
+        return sum(map(_written_by, root.operands))
     if root.opcode == "dynamic-update-slice":
-        return sum(s.bytes for s in computation.by_name[root.operands[1]].shapes)
+        return sum(shape.bytes for shape in root.operands[1].shapes)
     if root.opcode == "fusion":
-        inner = module.computations[root.called("calls")[0]]
-        return _written_by(inner.root, inner, module)
-    return sum(map(_traffic, root.shapes))
+        (inner,) = root.called("calls")
+        return _written_by(inner.root)
+    return _traffic(root.shapes)

@@ -3,13 +3,13 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jdist._errors import value_error
 from jdist.targets.chips import Chip
-from jdist.targets.hlo import Computation, HloModule, Instruction
+from jdist.targets.hlo import Instruction
 
 KINDS = (
     "all-reduce",
@@ -71,32 +71,36 @@ class FoundCollective:
     channel: str
     op_name: str
 
+    @property
+    def devices(self) -> int:
+        """See `Collective`."""
+        # Pairs overlap: a device may both send and receive.
+        if self.kind == "collective-permute":
+            return len({device for pair in self.groups for device in pair})
+        return max(map(len, self.groups), default=0)
 
-def inside(
-    instruction: Instruction, computation: Computation, module: HloModule
-) -> tuple[FoundCollective, ...]:
+
+def inside(instruction: Instruction) -> tuple[FoundCollective, ...]:
     """The collectives of an instruction: itself, or those inside its fusion."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
-        return (_found(kind, instruction, computation, module),)
+        return (_found(kind, instruction),)
     if instruction.opcode not in ("fusion", "async-start"):
         return ()
-    name = instruction.called("calls")[0]
-    inner = module.computations[name]
-    found = tuple(x for each in inner.instructions for x in inside(each, inner, module))
+    (inner,) = instruction.called("calls")
+    found = tuple(x for each in inner.instructions for x in inside(each))
     # XLA for TPUs writes a reduce-scatter as a fused all-reduce and slice.
-    if "all-reduce-scatter" in name and len(found) == 1:
-        (one,) = found
-        reduced = (one.bytes, one.groups, one.channel, instruction.op_name)
-        return (FoundCollective("reduce-scatter", *reduced),)
+    if "all-reduce-scatter" in inner.name and len(found) == 1:
+        place = instruction.op_name
+        return (replace(found[0], kind="reduce-scatter", op_name=place),)
     return found
 
 
-def custom_calls(instruction: Instruction, module: HloModule) -> set[str]:
+def custom_calls(instruction: Instruction) -> set[str]:
     """Targets of the custom calls inside a fusion."""
     if instruction.opcode != "fusion":
         return set()
-    inner = module.computations[instruction.called("calls")[0]]
+    (inner,) = instruction.called("calls")
     return {each.target for each in inner.instructions}
 
 
@@ -139,12 +143,9 @@ def _bandwidth(group: Sequence[int], chip: Chip, per_host: int, *, ring: bool) -
     return min(links, chip.network_bandwidth * members)
 
 
-def _found(
-    kind: str, instruction: Instruction, computation: Computation, module: HloModule
-) -> FoundCollective:
-    read = [computation.by_name[name].shapes for name in instruction.operands]
+def _found(kind: str, instruction: Instruction) -> FoundCollective:
     # The arrays of tuples one by one.
-    operands = [shape for shapes in read for shape in shapes]
+    operands = [shape for each in instruction.operands for shape in each.shapes]
     if kind == "collective-permute":
         # The in-place form has further operands: its output buffer and offsets.
         operands = operands[:1] or operands
@@ -152,7 +153,7 @@ def _found(
         numbers = tuple(map(int, pairs))
         groups: Groups = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     else:
-        groups = replica_groups(instruction, module.partitions)
+        groups = replica_groups(instruction)
     size = sum(shape.bytes for shape in operands)
     if kind == "all-gather":
         # Operands are the parts of one device; `bytes` is of the gathered array.
@@ -161,7 +162,7 @@ def _found(
     return FoundCollective(kind, size, groups, channel, instruction.op_name)
 
 
-def replica_groups(instruction: Instruction, partitions: int) -> Groups:
+def replica_groups(instruction: Instruction) -> Groups:
     """The devices of each group, in any of the forms that XLA writes.
 
     Raises:
@@ -170,7 +171,7 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
     text = instruction.attribute("replica_groups")
     # Absent or empty groups mean one group of all devices.
     if text in ("", "{}"):
-        return (tuple(range(partitions)),)
+        return (tuple(range(instruction.module.partitions)),)
     if text.startswith("{"):
         return tuple(
             tuple(map(int, group.split(",")))

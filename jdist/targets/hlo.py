@@ -7,8 +7,7 @@ the modules that use them.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,27 +42,31 @@ class ArrayShape(NamedTuple):
 
 
 # Without slots, because `cached_property` needs an instance dictionary.
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: Name, unique in its module.
+      module: The program.
+      name: Name, unique in the program.
       opcode: Opcode, such as "fusion" or "all-reduce-start".
       type: Type of the result, as text.
-      operands: Names of instructions of the same computation.
+      operands: Instructions of the same computation, before this one.
       literal: The text between the parentheses: operands, a number or a constant.
       attributes: The text after the parentheses.
       is_root: Whether it yields the result of its computation.
+      users: The instructions that read its result, once each.
     """
 
+    module: "HloModule" = field(repr=False)
     name: str
     opcode: str
     type: str
-    operands: tuple[str, ...]
+    operands: tuple["Instruction", ...]
     literal: str
     attributes: str
     is_root: bool
+    users: list["Instruction"] = field(default_factory=list, repr=False)
 
     @cached_property
     def shapes(self) -> tuple[ArrayShape, ...]:
@@ -75,9 +78,10 @@ class Instruction:
         match = re.search(rf"(?:^|, ){name}=", self.attributes)
         return _until_comma(self.attributes[match.end() :]) if match else ""
 
-    def called(self, *names: str) -> tuple[str, ...]:
-        """Names of the computations that it calls by these attributes."""
-        return tuple(x for name in names for x in NAME.findall(self.attribute(name)))
+    def called(self, *attributes: str) -> list["Computation"]:
+        """The computations that it calls by these attributes."""
+        names = [x for each in attributes for x in NAME.findall(self.attribute(each))]
+        return [self.module.computations[name] for name in names]
 
     @property
     def op_name(self) -> str:
@@ -91,27 +95,12 @@ class Instruction:
         return self.attribute("custom_call_target").strip('"')
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Computation:
     """Instructions in the order in which they run."""
 
     name: str
     instructions: tuple[Instruction, ...]
-
-    @cached_property
-    def by_name(self) -> Mapping[str, Instruction]:
-        """Its instructions, found by name."""
-        return {each.name: each for each in self.instructions}
-
-    @cached_property
-    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """The instructions that read each instruction's result."""
-        users: dict[str, list[Instruction]] = {}
-        for each in self.instructions:
-            # Once, also where an instruction reads an operand twice.
-            for operand in dict.fromkeys(each.operands):
-                users.setdefault(operand, []).append(each)
-        return {name: tuple(found) for name, found in users.items()}
 
     @cached_property
     def root(self) -> Instruction:
@@ -125,7 +114,7 @@ class Computation:
         return tuple(sorted(found, key=lambda each: int(each.literal)))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HloModule:
     """A program for one device of its mesh.
 
@@ -136,8 +125,8 @@ class HloModule:
     """
 
     header: str
-    computations: Mapping[str, Computation]
-    entry: Computation
+    computations: dict[str, Computation] = field(default_factory=dict)
+    entry: Computation = field(init=False)
 
     @property
     def partitions(self) -> int:
@@ -171,24 +160,25 @@ def parse(text: str) -> HloModule:
     Raises:
       ValueError: It is no such text; the message has the line.
     """
-    header = text.partition("\n")[0]
-    computations: dict[str, Computation] = {}
+    module = HloModule(text.partition("\n")[0])
     entry = name = ""
-    lines: list[Instruction] = []
+    known: dict[str, Instruction] = {}
     for line in text.splitlines()[1:]:
         if match := HEADER.match(line):
-            name, lines = match[2], []
+            name, known = match[2], {}
             entry = name if match[1] else entry
         # Only the end of a computation is a brace in the first column.
         elif line == "}" and name:
-            computations[name] = Computation(name, tuple(lines))
+            module.computations[name] = Computation(name, tuple(known.values()))
             name = ""
         elif name and line.strip():
-            lines.append(_instruction(line.strip()))
-    if not header.startswith("HloModule") or entry not in computations:
+            made = _instruction(line.strip(), module, known)
+            known[made.name] = made
+    if not module.header.startswith("HloModule") or entry not in module.computations:
         rule = "must be an HLO module with an entry"
-        raise value_error("parse(text=...)", rule, header[:80])
-    return HloModule(header, computations, computations[entry])
+        raise value_error("parse(text=...)", rule, module.header[:80])
+    module.entry = module.computations[entry]
+    return module
 
 
 def shapes_of(text: str) -> tuple[ArrayShape, ...]:
@@ -201,7 +191,10 @@ def shapes_of(text: str) -> tuple[ArrayShape, ...]:
     return tuple(found)
 
 
-def _instruction(line: str) -> Instruction:
+def _instruction(
+    line: str, module: HloModule, known: dict[str, Instruction]
+) -> Instruction:
+    """Parses a line; `known` has the instructions before it in its computation."""
     is_root = line.startswith("ROOT ")
     name, equals, rest = line.removeprefix("ROOT ").partition(" = ")
     # A tuple type is in parentheses and contains spaces; an array type does not.
@@ -212,15 +205,20 @@ def _instruction(line: str) -> Instruction:
         raise value_error("parse(text=...)", rule, line[:120])
     closing = opening + _closing(rest[opening:])
     literal = rest[opening + 1 : closing]
-    return Instruction(
+    made = Instruction(
+        module,
         name.lstrip("%"),
         rest[length:opening].strip(),
         rest[:length],
-        tuple(NAME.findall(literal)),
+        tuple(known[operand] for operand in NAME.findall(literal)),
         literal,
         rest[closing + 1 :].removeprefix(", "),
         is_root,
     )
+    # Once, also where it reads an operand twice.
+    for operand in dict.fromkeys(made.operands):
+        operand.users.append(made)
+    return made
 
 
 def _closing(text: str) -> int:

@@ -91,9 +91,11 @@ class _Started:
     """A collective in flight, between its start and done instructions."""
 
     found: FoundCollective
-    start: str
+    start: Instruction
+    seconds: float
     left: float
     """Seconds that no kernel has hidden yet."""
+    asynchronous: bool = True
     overlaps: int = 0
 
 
@@ -101,7 +103,6 @@ class _Started:
 class _Walk:
     """One pass over a computation, in the order of its schedule."""
 
-    module: HloModule
     chip: Chip
     per_host: int
     cost: Cost = field(default_factory=Cost)
@@ -109,18 +110,18 @@ class _Walk:
 
     def run(self, computation: Computation) -> Cost:
         for instruction in computation.instructions:
-            self._visit(instruction, computation)
+            self._visit(instruction)
         # A collective without a done instruction ends with its computation.
         for each in self.started:
             self._finish(each)
         return self.cost
 
-    def _visit(self, instruction: Instruction, computation: Computation) -> None:
+    def _visit(self, instruction: Instruction) -> None:
         if ended := self._ended(instruction):
             self.started.remove(ended)
             self._finish(ended)
             return
-        found = collectives.inside(instruction, computation, self.module)
+        found = collectives.inside(instruction)
         if self._is_overlapping(instruction):
             # It repeats inside the collective that it overlaps. No others: XLA may give
             # two collectives in flight one channel.
@@ -129,53 +130,45 @@ class _Walk:
         for each in found:
             self._begin(each, instruction)
         if not found:
-            self._hide(self._cost_of(instruction, computation))
+            self._hide(self._cost_of(instruction))
 
     def _is_overlapping(self, instruction: Instruction) -> bool:
         """Whether it is a fusion, but none that starts a collective."""
-        targets = collectives.custom_calls(instruction, self.module)
+        targets = collectives.custom_calls(instruction)
         return instruction.opcode == "fusion" and "AsyncCollectiveStart" not in targets
 
     def _ended(self, instruction: Instruction) -> _Started | None:
         if instruction.opcode.endswith("-done"):
-            names = set(instruction.operands)
-            return next((x for x in self.started if x.start in names), None)
-        if "AsyncCollectiveDone" in collectives.custom_calls(instruction, self.module):
-            inner = self.module.computations[instruction.called("calls")[0]]
+            begun = instruction.operands
+            return next((x for x in self.started if x.start in begun), None)
+        if "AsyncCollectiveDone" in collectives.custom_calls(instruction):
+            (inner,) = instruction.called("calls")
             channels = {each.attribute("channel_id") for each in inner.instructions}
             return next((x for x in self.started if x.found.channel in channels), None)
         return None
 
     def _begin(self, found: FoundCollective, instruction: Instruction) -> None:
         seconds = collectives.transfer_seconds(found, self.chip, self.per_host)
-        each = _Started(found, instruction.name, seconds)
-        targets = collectives.custom_calls(instruction, self.module)
-        in_parts = instruction.opcode.endswith("-start")
+        each = _Started(found, instruction, seconds, seconds)
         # XLA marks start and done pairs that it runs synchronously.
-        if '"is_sync":true' in instruction.attributes:
-            in_parts = False
-        if in_parts or "AsyncCollectiveStart" in targets:
+        is_sync = '"is_sync":true' in instruction.attributes
+        in_parts = instruction.opcode.endswith("-start") and not is_sync
+        if in_parts or "AsyncCollectiveStart" in collectives.custom_calls(instruction):
             self.started.append(each)
         else:
-            self._finish(each, asynchronous=False)
+            each.asynchronous = False
+            self._finish(each)
 
-    def _finish(self, each: _Started, *, asynchronous: bool = True) -> None:
+    def _finish(self, each: _Started) -> None:
         found = each.found
-        seconds = collectives.transfer_seconds(found, self.chip, self.per_host)
-        members = found.groups
-        # Pairs overlap: a device may both send and receive.
-        if found.kind == "collective-permute":
-            count = len({device for pair in members for device in pair})
-        else:
-            count = max(map(len, members), default=0)
         done = Collective(
             found.kind,
             1,
             found.bytes,
-            count,
-            asynchronous,
+            found.devices,
+            each.asynchronous,
             each.overlaps,
-            seconds,
+            each.seconds,
             each.left,
             found.op_name,
         )
@@ -192,11 +185,11 @@ class _Walk:
             hidden.append((each.found, seconds))
             each.overlaps += 1
 
-    def _cost_of(self, instruction: Instruction, computation: Computation) -> Cost:
+    def _cost_of(self, instruction: Instruction) -> Cost:
         if instruction.opcode == "while":
             # The condition is left out: it compares scalars.
             body = self._inner(instruction.called("body")[0])
-            count = trip_count(instruction, computation, self.module)
+            count = trip_count(instruction)
             if count is None:
                 place = instruction.op_name or instruction.name
                 return replace(body, unknown_loops=(*body.unknown_loops, place))
@@ -211,18 +204,17 @@ class _Walk:
             )
         if instruction.opcode in ("call", "async-start"):
             return self._inner(instruction.called("to_apply", "calls")[0])
-        return self._kernel(instruction, computation)
+        return self._kernel(instruction)
 
-    def _inner(self, name: str) -> Cost:
+    def _inner(self, computation: Computation) -> Cost:
         # A walk of its own: its kernels hide outer collectives as a sum, in `_hide`.
-        walk = _Walk(self.module, self.chip, self.per_host)
-        return walk.run(self.module.computations[name])
+        return _Walk(self.chip, self.per_host).run(computation)
 
-    def _kernel(self, instruction: Instruction, computation: Computation) -> Cost:
-        moved = arithmetic.bytes_accessed(instruction, computation, self.module)
-        found = arithmetic.products(instruction, computation, self.module)
+    def _kernel(self, instruction: Instruction) -> Cost:
+        moved = arithmetic.bytes_accessed(instruction)
+        found = arithmetic.products(instruction)
         compute = sum(each.operations / _peak(self.chip, each) for each in found)
-        memory = moved / self.chip.bandwidth if self.chip.bandwidth else 0.0
+        memory = moved / self.chip.bandwidth
         # An asynchronous copy takes bandwidth, but no kernel time.
         is_awaited = instruction.opcode.endswith("-start")
         kernels = 0.0 if is_awaited else max(compute, memory)
@@ -237,7 +229,7 @@ def cost(module: HloModule, chip: Chip, per_host: int) -> Cost:
       chip: The chip whose figures apply.
       per_host: Chips of a host.
     """
-    return _Walk(module, chip, per_host).run(module.entry)
+    return _Walk(chip, per_host).run(module.entry)
 
 
 def estimate(found: Cost, chip: Chip) -> Estimate:

@@ -9,14 +9,15 @@ iteration by iteration.
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
-from jdist.targets.hlo import Computation, HloModule, Instruction
+from jdist.targets.hlo import Instruction
 
 LONGEST = 2**16
 """Iterations after which a loop counts as one of unknown length: about two seconds."""
 
-Value = int | Mapping[int, "Value"] | None
-"""An integer, the elements of a tuple, or None for what is not known before a run."""
+Value: TypeAlias = "int | _Tuple | None"
+"""An integer, a tuple, or None for what is not known before a run."""
 
 SAME = ("bitcast", "bitcast-convert", "convert", "copy", "reshape")
 FUNCTIONS: Mapping[str, Callable[..., int]] = {
@@ -33,119 +34,72 @@ FUNCTIONS: Mapping[str, Callable[..., int]] = {
 }
 
 
-def trip_count(
-    loop: Instruction, computation: Computation, module: HloModule
-) -> int | None:
-    """The number of iterations of a while loop.
+class _Tuple:
+    """A tuple whose elements are evaluated when they are read, and once.
 
-    Args:
-      loop: The loop.
-      computation: The computation that contains it.
-      module: The module, with its condition and body.
-
-    Returns:
-      The number, or None if it depends on the program's data.
+    Most elements of a loop's carry are arrays, on which its condition does not depend.
     """
+
+    def __init__(
+        self, operands: Sequence[Instruction], arguments: Sequence[Value]
+    ) -> None:
+        self._operands, self._arguments = operands, arguments
+        self._known: dict[int, Value] = {}
+
+    def element(self, index: int) -> Value:
+        if index not in self._known:
+            self._known[index] = _value(self._operands[index], self._arguments)
+        return self._known[index]
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """The number of iterations of a while loop; None if it depends on data."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known[1])
-    condition = module.computations[loop.called("condition")[0]]
-    body = module.computations[loop.called("body")[0]]
-    state = _value(loop.operands[0], computation, (), module)
-    if not isinstance(state, Mapping):
-        return None
-    needed = _needed(condition, body)
-    # The condition does not depend on the other elements, most of which are arrays.
-    state = {index: state.get(index) for index in needed}
+    condition, body = loop.called("condition", "body")
+    state = _value(loop.operands[0], ())
     for turn in range(LONGEST):
-        goes_on = _value(condition.root.name, condition, (state,), module)
+        goes_on = _value(condition.root, (state,))
         if not isinstance(goes_on, int):
             return None
         if not goes_on:
             return turn
-        following = {
-            index: _value(body.root.operands[index], body, (state,), module)
-            for index in needed
-        }
-        # A fixed point of all that the condition reads: the loop would never end.
-        if following == state:
-            return None
-        state = following
+        state = _value(body.root, (state,))
     return None
 
 
-def _needed(condition: Computation, body: Computation) -> tuple[int, ...]:
-    """Elements of a loop's carry that its condition depends on, in any iteration."""
-    found = _elements(condition.root, condition)
-    if body.root.opcode != "tuple":
-        return ()
-    todo = list(found)
-    while todo:
-        name = body.root.operands[todo.pop()]
-        new = _elements(body.by_name[name], body) - found
-        found |= new
-        todo += new
-    return tuple(sorted(found))
-
-
-def _elements(wanted: Instruction, computation: Computation) -> set[int]:
-    """Elements of a computation's only parameter that an instruction depends on."""
-    seen, found, todo = {wanted.name}, set(), [wanted]
-    while todo:
-        instruction = todo.pop()
-        operands = [computation.by_name[name] for name in instruction.operands]
-        if instruction.opcode == "get-tuple-element" and (
-            operands[0].opcode == "parameter"
-        ):
-            found.add(int(instruction.attribute("index")))
-            continue
-        new = [each for each in operands if each.name not in seen]
-        seen |= {each.name for each in new}
-        todo += new
-    return found
-
-
-def _value(
-    name: str, computation: Computation, arguments: Sequence[Value], module: HloModule
-) -> Value:
+def _value(instruction: Instruction, arguments: Sequence[Value]) -> Value:
     """The value of an instruction: an integer, a tuple of values, None if unknown."""
-    instruction = computation.by_name[name]
     opcode = instruction.opcode
     if opcode == "parameter":
         number = int(instruction.literal)
         return arguments[number] if number < len(arguments) else None
     if opcode == "constant":
         return _constant(instruction.literal)
-    if not _is_scalar(instruction):
+    if opcode == "tuple":
+        return _Tuple(instruction.operands, arguments)
+    # Tuples are followed to their scalars; other arrays are not evaluated.
+    in_tuple = opcode in ("get-tuple-element", "fusion")
+    if not in_tuple and any(shape.sizes for shape in instruction.shapes):
         return None
-    values = [
-        _value(operand, computation, arguments, module)
-        for operand in instruction.operands
-    ]
+    values = [_value(operand, arguments) for operand in instruction.operands]
     if opcode == "fusion":
-        inner = module.computations[instruction.called("calls")[0]]
-        return _value(inner.root.name, inner, values, module)
+        (inner,) = instruction.called("calls")
+        return _value(inner.root, values)
     return _combined(instruction, values)
 
 
 def _combined(instruction: Instruction, values: Sequence[Value]) -> Value:
-    if instruction.opcode == "tuple":
-        return dict(enumerate(values))
     if instruction.opcode == "get-tuple-element":
         (whole,) = values
         index = int(instruction.attribute("index"))
-        return whole.get(index) if isinstance(whole, Mapping) else None
+        return whole.element(index) if isinstance(whole, _Tuple) else None
     function = _function(instruction)
     numbers = [value for value in values if isinstance(value, int)]
     if function is None or len(numbers) < len(values):
         return None
     return _wrapped(int(function(*numbers)), instruction.shapes[0].dtype)
-
-
-def _is_scalar(instruction: Instruction) -> bool:
-    # Tuples are followed to their scalars; other arrays are not evaluated.
-    in_tuple = instruction.opcode in ("tuple", "get-tuple-element", "fusion")
-    return in_tuple or all(not shape.sizes for shape in instruction.shapes)
 
 
 def _function(instruction: Instruction) -> Callable[..., int] | None:

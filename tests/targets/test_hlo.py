@@ -3,7 +3,7 @@
 import pytest
 
 from jdist.targets import hlo
-from tests.targets.texts import GPU, TPU
+from tests.targets.texts import GPU, TPU, by_name
 
 
 def test_the_module():
@@ -23,14 +23,15 @@ def test_an_instruction():
     module = hlo.parse(TPU)
     product = module.computations["fused"].root
     assert (product.name, product.opcode) == ("convolution.1", "convolution")
-    assert product.operands == ("a", "b")
+    assert [each.name for each in product.operands] == ["a", "b"]
+    assert product.operands[0].users == [product]
     assert product.attribute("dim_labels") == "bf_io->bf"
     assert product.op_name == "jit(step)/dot, (general)"
     assert product.attribute("window") == ""
     assert module.entry.parameters[0].op_name == "p['x']"
     quoted = GPU.replace('custom_call_target="other"', 'custom_call_target="a,b"')
-    assert hlo.parse(quoted).entry.by_name["conv"].target == "a,b"
-    gemm = hlo.parse(GPU).entry.by_name["gemm"]
+    assert by_name(hlo.parse(quoted).entry)["conv"].target == "a,b"
+    gemm = by_name(hlo.parse(GPU).entry)["gemm"]
     assert gemm.target == "__cublas$gemm"
     assert gemm.attribute("backend_config").endswith('["0"]}}}')
 

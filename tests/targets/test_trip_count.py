@@ -59,12 +59,12 @@ ENTRY %main (x: f32[3]) -> f32[3] {
 def turns(text):
     module = hlo.parse(text)
     (found,) = (
-        (each, computation)
+        each
         for computation in module.computations.values()
         for each in computation.instructions
         if each.opcode == "while"
     )
-    return trip_count(*found, module)
+    return trip_count(found)
 
 
 def halves(first, top, limit):

@@ -9,3 +9,8 @@ TPU = (RECORDED / "tpu.hlo").read_text()
 
 GPU = (RECORDED / "gpu.hlo").read_text()
 """Two collectives in two parts, one of them waiting; a product, an update, a branch."""
+
+
+def by_name(computation):
+    """Its instructions."""
+    return {each.name: each for each in computation.instructions}
