@@ -286,7 +286,10 @@ def _stage(
 ) -> Stage:
     """The stage of a program; a single module stands for itself."""
     fn: Callable[..., PyTree] = program
-    outputs, in_evaluation = program.outputs, _in_evaluation(program, members)
+    in_evaluation: Callable[..., PyTree] | None = None
+    outputs = program.outputs
+    if any(module.in_evaluation is not None for module in members):
+        in_evaluation = replace(program, evaluation=True)
     if single:
         (module,) = members
         # The inputs of a stage have different names, and this module's function is the
@@ -296,11 +299,8 @@ def _stage(
             remedy = "Give that stage as a list of one module."
             call = "stages_from_nnx(inputs=...)"
             raise value_error(call, rule, module.inputs, remedy)
-        fn, outputs, in_evaluation = (
-            module.fn,
-            program.calls[0].writes,
-            module.in_evaluation,
-        )
+        fn, in_evaluation = module.fn, module.in_evaluation
+        outputs = program.calls[0].writes
         tied = {p.removeprefix(f"{module.name}/"): name for p, name in tied.items()}
     return Stage(
         fn,
@@ -312,25 +312,6 @@ def _stage(
         tied=tied,
         in_evaluation=in_evaluation,
     )
-
-
-def _in_evaluation(
-    program: StageProgram, members: Sequence[Module]
-) -> Callable[..., PyTree] | None:
-    evaluated = {m.name: m.in_evaluation for m in members if m.in_evaluation}
-    if not evaluated:
-        return None
-    calls = [
-        replace(
-            call,
-            fn=evaluated.get(call.module, call.fn),
-            # Evaluation draws nothing and takes no key.
-            keyed=False,
-            returns_state=call.returns_state and call.module not in evaluated,
-        )
-        for call in program.calls
-    ]
-    return replace(program, calls=tuple(calls), evaluation=True)
 
 
 def _check_evaluation(members: Sequence[Module]) -> None:
@@ -373,8 +354,7 @@ def _calls(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]
             for name in module.outputs
         )
         newest |= dict(zip(module.outputs, writes, strict=True))
-        stateful = module.state is not None
-        own = (stateful, module.keyed, stateful)
+        own = (module.state is not None, module.keyed, module.in_evaluation)
         calls.append(ModuleCall(module.name, module.fn, reads, writes, *own))
     return calls, newest
 

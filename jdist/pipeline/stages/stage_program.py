@@ -20,7 +20,7 @@ class ModuleCall:
       writes: Names of its outputs.
       stateful: Whether it takes its state.
       keyed: Whether it takes a key.
-      returns_state: Whether it returns its state after the outputs.
+      in_evaluation: The function that evaluation calls instead, as for `Stage`.
     """
 
     module: str
@@ -29,7 +29,7 @@ class ModuleCall:
     writes: tuple[str, ...]
     stateful: bool = False
     keyed: bool = False
-    returns_state: bool = False
+    in_evaluation: Callable[..., PyTree] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class StageProgram:
       inputs: Names of its inputs.
       outputs: Names of its outputs; a single one is returned alone.
       shared: Parameters that modules of the stage share.
-      evaluation: Whether the state is not returned.
+      evaluation: Whether modules use their functions for evaluation, and the state is
+        not returned.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -79,7 +80,10 @@ class StageProgram:
     @property
     def keyed(self) -> bool:
         """Whether a module takes a key."""
-        return any(call.keyed for call in self.calls)
+        return any(call.keyed and not self._evaluates(call) for call in self.calls)
+
+    def _evaluates(self, call: ModuleCall) -> bool:
+        return self.evaluation and call.in_evaluation is not None
 
     @property
     def numbers(self) -> dict[str, str]:
@@ -126,18 +130,22 @@ class StageProgram:
         whole, after = with_shared(params, self.shared), dict(state)
         values = dict(zip(self.inputs, arguments, strict=True))
         for number, call in enumerate(self.calls):
+            fn, evaluates = call.fn, self._evaluates(call)
             taken = [state[call.module]] if call.stateful else []
             taken += [values[name] for name in call.reads]
-            if call.keyed:
+            if evaluates:
+                assert call.in_evaluation is not None
+                fn = call.in_evaluation
+            elif call.keyed:
                 # By position, so that a module draws the same whatever the others draw.
                 taken.append(jax.random.fold_in(key, number))
             try:
-                returned = call.fn(whole[call.module], *taken)
+                returned = fn(whole[call.module], *taken)
             except Exception as error:
                 # A note, unlike a new exception, keeps the type of the user's error.
                 error.add_note(f"It was raised by the module {call.module!r}.")
                 raise
-            if call.returns_state:
+            if call.stateful and not evaluates:
                 returned, after[call.module] = returned
             function = f"Module({call.module!r}).fn"
             values |= outputs_by_name(function, call.writes, returned)

@@ -49,7 +49,7 @@ def test_shared_parameters_are_kept_once(first, second, path):
 def program(**changes):
     """y = a(x) with a state, z = b(y, x) with a key."""
     calls = (
-        ModuleCall("a", _counting, ("x",), ("y",), stateful=True, returns_state=True),
+        ModuleCall("a", _counting, ("x",), ("y",), stateful=True),
         ModuleCall("b", _noisy, ("y", "x"), ("z",), keyed=True),
     )
     return StageProgram(calls, ("x",), ("y", "z"), **changes)
