@@ -1,14 +1,11 @@
 """PipeDream: 1F1B over an epoch, under four policies of when stages update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import get_args
 
-import numpy as np
-
 from jdist._errors import check_choice, value_error
-from jdist.pipeline.schedule.actions import Columns, WorkerActions, check_counts
-from jdist.pipeline.schedule.patterns import alternating
+from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
 from jdist.pipeline.schedules.replicas import (
@@ -100,33 +97,5 @@ def pipedream(
         raise value_error("pipedream(update_every=...)", rule, every)
     updates = UpdatePolicy(policy, every)
     family = partial(pipedream, n, policy=policy, replicas=counts, update_every=every)
-    if policy == "flush":
-        return _with_flushes(n, m, updates, family)
     ahead = warm_ups(counts)
     return alternating_schedule(_NAMES[policy], m, counts, ahead, family, updates)
-
-
-def _with_flushes(
-    n: int, m: int, updates: UpdatePolicy, family: Callable[[int], Schedule]
-) -> Schedule:
-    """1F1B with a flush after every block of micro-batches that share an update."""
-    # The last block may be shorter.
-    every = updates.every
-    blocks = [np.arange(i, min(i + every, m)) for i in range(0, m, every)]
-    programs = []
-    for stage in range(n):
-        parts = []
-        for block in blocks:
-            own = (np.full(len(block), stage), block)
-            # 1F1B over one block. It drains the pipeline, since all its backward passes
-            # precede the next block.
-            parts.append(alternating(own, own, warm_up=n - stage - 1))
-        programs.append(WorkerActions(*map(np.concatenate, zip(*parts, strict=True))))
-    return Schedule(
-        _NAMES["flush"],
-        m,
-        tuple((stage,) for stage in range(n)),
-        Columns.joined(programs),
-        update_policy=updates,
-        family=family,
-    )

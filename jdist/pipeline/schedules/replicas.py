@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jdist._errors import check_type, value_error
-from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.actions import Columns, WorkerActions, check_counts
 from jdist.pipeline.schedule.patterns import alternating
 from jdist.pipeline.schedule.schedule import Placement, Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
@@ -72,14 +72,24 @@ def alternating_schedule(
       counts: Workers of each stage: micro-batch i goes to the (i mod r)-th of them.
       ahead: Forward passes that the workers of each stage run ahead.
       family: See `Schedule`.
-      update_policy: See `Schedule`.
+      update_policy: See `Schedule`. With "flush" the micro-batches of an update
+        alternate by themselves: their last backward passes come before the next ones'
+        forward passes.
     """
+    block = m
+    if update_policy is not None and update_policy.rule == "flush":
+        block = update_policy.every
     programs = []
     for stage, count in enumerate(counts):
         for turn in range(count):
-            every = np.arange(turn, m, count)
-            own = (np.full(len(every), stage), every)
-            programs.append(alternating(own, own, warm_up=ahead[stage]))
+            parts = []
+            for begin in range(0, m, block):
+                # The last block may be shorter.
+                every = np.arange(begin + turn, min(begin + block, m), count)
+                own = (np.full(len(every), stage), every)
+                parts.append(alternating(own, own, warm_up=ahead[stage]))
+            joined = map(np.concatenate, zip(*parts, strict=True))
+            programs.append(WorkerActions(*joined))
     return Schedule(
         name,
         m,
