@@ -1,6 +1,5 @@
 """Sources and consumers of the named values of a pipeline."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,32 +119,15 @@ def _source(producer: dict[str, int], name: str, number: int, stages: int) -> in
 def _check_consumed(
     consumers: list[dict[str, tuple[int, ...]]], source: list[dict[str, int]]
 ) -> None:
-    call, stages = "Pipeline(stages)", len(consumers)
     for number, found in enumerate(consumers):
-        for name, takers in found.items():
-            if takers:
-                continue
-            # An input from the batch may be this value with a typo in its name.
-            taken = {
-                other: taker
-                for taker in range(stages, number, -1)
-                for other, where in source[taker].items()
-                if where == BATCH
-            }
-            # A typo makes one value unused and another missing: the error names both.
-            for close in difflib.get_close_matches(name, taken, 1):
-                taker = (
-                    "the loss" if taken[close] == stages else f"stage {taken[close]}"
-                )
-                rule = f"must output what {taker} takes, {close!r}, or not output "
-                rule += f"{name!r}, which nothing takes"
-                got = f"{name!r} from stage {number} and {close!r} for {taker}"
-                raise value_error(call, rule, got, "Write both names alike.")
+        for name in (name for name, takers in found.items() if not takers):
+            later = [pair for each in source[number + 1 :] for pair in each.items()]
+            taken = sorted({other for other, where in later if where == BATCH})
             rule = "must take every output"
             got = f"{name!r} of stage {number}, which neither a later stage takes nor "
             got += "the loss"
-            # The other common cause is a name that `loss_inputs` lacks.
             remedy = "Drop it, or name it in `loss_inputs`."
             if taken:
-                remedy += f" Of the batch they take {sorted(taken)}."
-            raise value_error(call, rule, got, remedy)
+                remedy += f" Of the batch they take {taken}, one of which may be this "
+                remedy += "value, misspelt."
+            raise value_error("Pipeline(stages)", rule, got, remedy)

@@ -149,17 +149,17 @@ def test_an_entry_that_the_loss_misses():
         (
             [Stage(first, ("x",), ("hidden",)), Stage(first, ("hiden",), ("y",))],
             {},
-            "what stage 1 takes, 'hiden', or not output 'hidden', which nothing",
+            r"Got 'hidden' of stage 0.*Of the batch they take \['hiden'\], one of",
         ),
         (
             [Stage(first, ("x",), ("hh",)), Stage(first, ("h",), ("y",))],
             {},
-            "Got 'hh' from stage 0 and 'h' for stage 1. Write both names alike",
+            r"Got 'hh' of stage 0.*Of the batch they take \['h'\], one of",
         ),
         (
             [Stage(first, ("x",), ("h",)), Stage(first, ("h",), ("logits",))],
             {"loss_inputs": ("logit",)},
-            "what the loss takes, 'logit', or not output 'logits'",
+            r"Got 'logits' of stage 1.*Of the batch they take \['logit'\]",
         ),
         (
             [Stage(first, ("x",), ("skip",)), Stage(first, ("mask",), ("y",))],
@@ -168,8 +168,8 @@ def test_an_entry_that_the_loss_misses():
         ),
     ],
 )
-def test_a_typo_is_blamed(stages, options, message):
-    """Not the stage whose value nothing takes because of it."""
+def test_a_typo_is_shown(stages, options, message):
+    """Beside the value that nothing takes because of it."""
     with pytest.raises(ValueError, match=message):
         pipe_of(stages, **options)
 
