@@ -33,7 +33,7 @@ from jdist._errors import JdistError
 from jdist._own_code import run_command, writable_file
 from jdist.targets.hardware import target
 from jdist.targets.job import Job, load, program_of
-from jdist.targets.report import CompiledProgram, seconds_text, size_text
+from jdist.targets.report import seconds_text, size_text
 from jdist.targets.search import Candidate, SearchResult, largest_batch, smallest_slice
 
 console = Console()
@@ -56,14 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
 
-    def run() -> int:
-        job = load(options.job)
-        if options.largest_batch or options.smallest_slice:
-            return _search(job, options)
-        return _compile(job, options)
-
     # A ValueError is a usage error: what the job itself raises is `OwnCodeRaised`.
-    return run_command(run, (JdistError, ValueError))
+    misuse = (JdistError, ValueError)
+    return run_command(lambda: _report(load(options.job), options), misuse)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,40 +93,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compile(job: Job, options: argparse.Namespace) -> ExitStatus:
-    found = []
+def _report(job: Job, options: argparse.Namespace) -> ExitStatus:
+    records, fits = [], True
     for name in options.target:
-        with console.status(f"compiling for {name} ..."):
-            program = program_of(job, target(name), options.batch)
-        console.print(program)
-        found.append((name, program))
-    return _concluded(found, all(program.fits for _, program in found), options)
-
-
-def _search(job: Job, options: argparse.Namespace) -> ExitStatus:
-    found = []
-    best = True
-    for name in options.target:
-        result = _searched(job, name, options)
+        result = _found(job, name, options)
+        fits = fits and result.best is not None
         # A candidate that the job refused has no program to report.
-        found += [(_label(each), each.program) for each in result.tried if each.program]
-        best = best and result.best is not None
+        for each in result.tried:
+            if each.program:
+                record = json.loads(each.program.to_json())
+                records.append({"label": _label(each), **record})
         if result.best and result.best.program:
             console.print(result.best.program)
-            text = f"smallest on which it fits: {result.best.target}"
-            if options.largest_batch:
-                text = f"largest batch that fits {name}: {result.best.batch}"
-            # `Text`, because rich would read brackets in a string as markup.
-            console.print(Text(text, style="bold green"))
-    return _concluded(found, best, options)
+        elif not options.largest_batch and not options.smallest_slice:
+            console.print(result.tried[0].program)
+        if result.best and options.largest_batch:
+            _announce(f"largest batch that fits {name}: {result.best.batch}")
+        if result.best and options.smallest_slice:
+            _announce(f"smallest on which it fits: {result.best.target}")
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
+    if fits:
+        return ExitStatus.FITS
+    console.print("[bold red]DOES NOT FIT[/bold red]")
+    return ExitStatus.DOES_NOT_FIT
 
 
-def _searched(job: Job, name: str, options: argparse.Namespace) -> SearchResult:
+def _announce(text: str) -> None:
+    # `Text`, because rich would read brackets in a string as markup.
+    console.print(Text(text, style="bold green"))
+
+
+def _found(job: Job, name: str, options: argparse.Namespace) -> SearchResult:
+    """What was compiled for a target: by a search, or once."""
     hardware = target(name)
     if options.largest_batch:
         return largest_batch(job, hardware, on_candidate=_tell)
-    chip = hardware.chip.name
-    return smallest_slice(job, chip, batch=options.batch, on_candidate=_tell)
+    if options.smallest_slice:
+        chip = hardware.chip.name
+        return smallest_slice(job, chip, batch=options.batch, on_candidate=_tell)
+    with console.status(f"compiling for {name} ..."):
+        program = program_of(job, hardware, options.batch)
+    only = Candidate(name, None, program)
+    return SearchResult(only if only.fits else None, (only,))
 
 
 def _tell(candidate: Candidate) -> None:
@@ -152,20 +156,6 @@ def _label(candidate: Candidate) -> str:
     if candidate.batch is None:
         return candidate.target
     return f"{candidate.target}, batch {candidate.batch}"
-
-
-def _concluded(
-    found: list[tuple[str, CompiledProgram]], fits: bool, options: argparse.Namespace
-) -> ExitStatus:
-    if options.json:
-        records = [
-            {"label": label, **json.loads(each.to_json())} for label, each in found
-        ]
-        options.json.write_text(json.dumps(records, indent=1))
-    if fits:
-        return ExitStatus.FITS
-    console.print("[bold red]DOES NOT FIT[/bold red]")
-    return ExitStatus.DOES_NOT_FIT
 
 
 if __name__ == "__main__":

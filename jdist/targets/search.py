@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -198,16 +199,13 @@ def smallest_slice(
         on_candidate(found)
         return found.fits
 
-    low, high = 0, len(shapes)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    smallest = bisect.bisect_left(range(len(shapes)), True, key=fits)
     # If the job refuses every slice, the fault is the job's and not the chip's.
     if all(each.program is None for each in tried.values()):
         refusal = next(iter(tried.values())).refusal
         rule = "must take one of the chip's slices"
         raise value_error("smallest_slice(job=...)", rule, refusal)
-    return SearchResult(tried.get(low), tuple(tried.values()))
+    return SearchResult(tried.get(smallest), tuple(tried.values()))
 
 
 def _meets(tried: list[Candidate], unit: int, memory: int) -> int:
