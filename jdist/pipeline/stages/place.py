@@ -466,26 +466,16 @@ def _is_spec(leaf: object) -> bool:
 def _check_spec(
     spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, call: str, stage: int
 ) -> None:
-    if len(spec) > len(shape):
-        rule = f"must have no more axes than the array, at stage {stage}"
-        raise value_error(call, rule, f"{spec} for shape {tuple(shape)}")
-    # Not strict: a specification may be shorter than the shape.
-    for size, entry in zip(shape, spec, strict=False):
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        unknown = [name for name in names if name not in mesh.axis_names]
-        if unknown:
-            rule = f"must be sharded over axes of the mesh of stage {stage}, "
-            rule += f"{list(mesh.axis_names)}"
-            got = f"{spec}, which names {unknown[0]!r}"
-            remedy = "Place the array by Pipeline.place(params, specs), or give the "
-            remedy += "mesh that axis."
-            raise value_error(call, rule, got, remedy)
-        parts = math.prod(mesh.shape[name] for name in names)
-        if size % parts:
-            rule = f"must be divided by the mesh of stage {stage} evenly"
-            got = f"{spec} for shape {tuple(shape)}: {size} in {parts} parts"
-            remedy = "Shard another axis, or pad the parameter."
-            raise value_error(call, rule, got, remedy)
+    try:
+        layout = NamedSharding(mesh, spec)
+        layout.check_compatible_aval(tuple(shape))
+        layout.shard_shape(tuple(shape))
+    except ValueError as error:
+        rule = f"must fit the mesh of stage {stage}, with axes {list(mesh.axis_names)}"
+        got = f"{spec} for shape {tuple(shape)}: {error}"
+        remedy = "Place the array by Pipeline.place(params, specs), over axes that the "
+        remedy += "mesh has and that divide it."
+        raise value_error(call, rule, got, remedy) from error
 
 
 def on_mesh(tree: PyTree) -> bool:
