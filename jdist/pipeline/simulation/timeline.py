@@ -4,12 +4,13 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jdist._errors import check_type, quoted, value_error
+from jdist._errors import listed, value_error
 from jdist.pipeline.schedule import memory
 from jdist.pipeline.schedule.actions import Action, ActionKind, B, Columns, F
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
@@ -99,26 +100,19 @@ class Timeline:
             or two of one worker overlap.
         """
         argument = "Timeline.from_records(records=...)"
-        rule = "must be an iterable of Record"
-        check_type(argument, records, Iterable, rule)
-        records = list(records)
-        for record in records:
-            check_type(argument, record, Record, rule)
-        # By worker and time, so that neighbours in the list are neighbours in time.
-        ordered = sorted(records, key=lambda r: (r.worker, r.start, r.end))
-        if not ordered:
+        given = listed(argument, records, Record, "must be an iterable of Record")
+        if not given:
             raise value_error(argument, "must not be empty", "none")
-        # The first has the lowest worker.
-        if ordered[0].worker < 0:
-            rule = "must have workers of at least 0"
-            raise value_error(argument, rule, quoted(ordered[0]))
-        for before, after in zip([None, *ordered], ordered, strict=False):
+        for record in given:
+            if record.worker < 0:
+                raise value_error(argument, "must have workers of at least 0", record)
             # Negated, so that a NaN is refused too.
-            if not after.start <= after.end:
-                rule = "must not end before they start"
-                raise value_error(argument, rule, quoted(after))
-            same = before is not None and before.worker == after.worker
-            if before is not None and same and after.start < before.end:
+            if not record.start <= record.end:
+                raise value_error(argument, "must not end before they start", record)
+        # By worker and time, so that neighbours in the list are neighbours in time.
+        ordered = sorted(given, key=lambda r: (r.worker, r.start, r.end))
+        for before, after in pairwise(ordered):
+            if before.worker == after.worker and after.start < before.end:
                 rule = "of one worker must not overlap"
                 raise value_error(argument, rule, f"{before} and {after}")
         workers = ordered[-1].worker + 1
