@@ -11,8 +11,6 @@ actions (`jdist.pipeline.schedule.memory`), without temporary buffers of an acti
 without values that wait to be sent or consumed.
 """
 
-import math
-
 import numpy as np
 
 from jdist._errors import check_type
@@ -104,34 +102,21 @@ def _links(schedule: Schedule, costs: Costs) -> Links | None:
     sending = costs.table("message_bytes", *shape) / costs.table("bandwidth", *shape)
     if not (latency.any() or sending.any()):
         return None
-    columns = schedule.columns
-    numbers = _link_numbers(schedule)
+    columns, worker = schedule.columns, schedule.columns.worker_of_each()
     link = np.full(len(columns), -1, np.int32)
     occupied, late = np.zeros(len(columns)), np.zeros(len(columns))
-    for kind, step in ((F, 0), (B, -1)):
-        # F of stage j uses the pair (j, j + 1), B of stage j the pair (j - 1, j).
-        pair = columns.stage + step
-        sends = (columns.kind == kind) & (pair >= 0) & (pair < shape[0] - 1)
-        at = np.flatnonzero(sends)
-        pair, micro_batch = pair[at], columns.micro_batch[at]
-        link[at] = numbers[kind, pair, micro_batch % numbers.shape[2]]
-        away = link[at] >= 0
-        occupied[at] = np.where(away, sending[pair, micro_batch], 0.0)
-        late[at] = np.where(away, latency[pair, micro_batch], 0.0)
+    # F of stage j sends to stage j + 1, B of stage j to stage j - 1.
+    for kind, step in ((F, 1), (B, -1)):
+        goal = columns.stage + step
+        at = np.flatnonzero((columns.kind == kind) & (goal >= 0) & (goal < shape[0]))
+        to = schedule.owner[goal[at], columns.micro_batch[at]]
+        # Neighbouring stages on one worker need no link.
+        away = to != worker[at]
+        at, to = at[away], to[away]
+        link[at] = worker[at] * schedule.workers + to
+        pair = np.minimum(columns.stage[at], goal[at]), columns.micro_batch[at]
+        occupied[at], late[at] = sending[pair], latency[pair]
     return Links(link, occupied, late)
-
-
-def _link_numbers(schedule: Schedule) -> np.ndarray:
-    """A number for each link, -1 within a worker: `(F or B, pair of stages, turn)`."""
-    # Placement repeats after this many micro-batches: a table of this length suffices.
-    turns = math.lcm(*(len(workers) for workers in schedule.placement))
-    owner = schedule.owner[:, : min(turns, schedule.micro_batches)].astype(np.int64)
-    ahead = owner[:-1] * schedule.workers + owner[1:]
-    back = owner[1:] * schedule.workers + owner[:-1]
-    _, numbers = np.unique(np.stack([ahead, back]), return_inverse=True)
-    numbers = numbers.reshape(2, *ahead.shape)
-    # Neighbouring stages on one worker need no link.
-    return np.where(owner[:-1] == owner[1:], -1, numbers)
 
 
 def _activation_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
