@@ -96,25 +96,33 @@ def profile(
         if missing:
             rule = f"must write {missing[0]!r} before {module.name!r} reads it"
             raise value_error("profile(layers=...)", rule, sorted(values))
-        inputs = [values[name] for name in module.inputs]
+        inputs = tuple(values[name] for name in module.inputs)
+        drawn = key if module.keyed else None
+        given = (module.params, module.state, inputs, drawn)
+        halves = _halves(module)
         if target is None:
-            layer, outputs = _measured(module, inputs, key, repeats)
+            costs = _measured(halves, given, repeats)
         else:
-            layer, outputs = _compiled(module, inputs, key, target, known)
+            costs = _compiled(halves, given, target, module.name, known)
+        returned, forward, backward = costs
+        call = f"profile(layers=...), {module.name!r}"
+        outputs = outputs_by_name(call, module.outputs, returned)
         # Without duplicates: a layer that reads two values of one writer has one edge.
         sources = dict.fromkeys(writer[name] for name in module.inputs)
         edges += [(source, module.name) for source in sources]
         # The newest value of a name counts from here on.
         values |= outputs
         writer |= dict.fromkeys(module.outputs, module.name)
-        found.append(layer)
+        kind = getattr(module.fn, "__qualname__", type(module.fn).__name__)
+        sizes = tuple(map(_nbytes, outputs.values())), _nbytes(module.params)
+        found.append(Layer(module.name, kind, forward, backward, *sizes))
     return Profile(tuple(found), tuple(edges))
 
 
-def _halves(module: Module, inputs: Sequence[PyTree]) -> Segment:
+def _halves(module: Module) -> Segment:
     stage = Stage(
         module.fn,
-        [str(number) for number in range(len(inputs))],
+        [str(number) for number in range(len(module.inputs))],
         stateful=module.state is not None,
         keyed=module.keyed,
     )
@@ -130,18 +138,17 @@ def _cotangents(returned: PyTree) -> PyTree:
 
 
 def _compiled(
-    module: Module,
-    inputs: Sequence[PyTree],
-    key: jax.Array,
+    halves: Segment,
+    given: tuple[PyTree, ...],
     target: targets.Hardware,
+    name: str,
     known: dict[str, float],
-) -> tuple[Layer, dict[str, PyTree]]:
+) -> tuple[PyTree, float, float]:
+    """The outputs' shapes, and estimated seconds of both halves."""
     ahead = Ahead()
-    halves = _halves(module, inputs).through(ahead)
-    params, state, key = (_on(target, x) for x in (module.params, module.state, key))
-    given = (params, state, tuple(inputs), key if module.keyed else None)
+    halves, given = halves.through(ahead), _on(target, given)
     (returned, _), residuals = halves.forward(*given)
-    halves.backward(params, residuals, _cotangents(returned))
+    halves.backward(given[0], residuals, _cotangents(returned))
     seconds = []
     for traced in ahead.traced:
         lowered = traced.lower()
@@ -150,12 +157,12 @@ def _compiled(
         if text not in known:
             found = targets.compile(lowered, target=target)
             if found.seconds is None or not found.fits:
-                rule = f"must fit a chip of {target.name}, also {module.name!r} alone"
+                rule = f"must fit a chip of {target.name}, also {name!r} alone"
                 raise value_error("profile(layers=...)", rule, found.refused)
             known[text] = found.seconds
         seconds.append(known[text])
     forward, backward = seconds
-    return _layer(module, returned, forward, backward)
+    return returned, forward, backward
 
 
 def _on(target: targets.Hardware, tree: PyTree) -> PyTree:
@@ -164,35 +171,16 @@ def _on(target: targets.Hardware, tree: PyTree) -> PyTree:
 
 
 def _measured(
-    module: Module, inputs: Sequence[PyTree], key: jax.Array, repeats: int
-) -> tuple[Layer, dict[str, PyTree]]:
-    halves = _halves(module, inputs)
-    given = (module.params, module.state, tuple(inputs), key if module.keyed else None)
+    halves: Segment, given: tuple[PyTree, ...], repeats: int
+) -> tuple[PyTree, float, float]:
+    """The outputs, and the seconds of both halves."""
     (returned, _), residuals = halves.forward(*given)
     cotangents = _cotangents(returned)
     forward = _seconds(lambda: halves.forward(*given), repeats)
     backward = _seconds(
-        lambda: halves.backward(module.params, residuals, cotangents), repeats
+        lambda: halves.backward(given[0], residuals, cotangents), repeats
     )
-    return _layer(module, returned, forward, backward)
-
-
-def _layer(
-    module: Module, returned: PyTree, forward: float, backward: float
-) -> tuple[Layer, dict[str, PyTree]]:
-    call = f"profile(layers=...), {module.name!r}"
-    outputs = outputs_by_name(call, module.outputs, returned)
-    return (
-        Layer(
-            module.name,
-            getattr(module.fn, "__qualname__", type(module.fn).__name__),
-            forward,
-            backward,
-            tuple(float(_nbytes(output)) for output in outputs.values()),
-            float(_nbytes(module.params)),
-        ),
-        outputs,
-    )
+    return returned, forward, backward
 
 
 def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
@@ -207,6 +195,6 @@ def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
     return statistics.median(taken)
 
 
-def _nbytes(tree: PyTree) -> int:
+def _nbytes(tree: PyTree) -> float:
     leaves = jax.tree.leaves(tree)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return float(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
