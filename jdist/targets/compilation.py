@@ -14,7 +14,7 @@ from jax.stages import Compiled, Lowered
 
 from jdist._compat import equations_in
 from jdist._errors import check_type, type_error, value_error
-from jdist._tree import PyTree, type_name
+from jdist._tree import PyTree, shapes_of, type_name
 from jdist.targets import compilers, hlo, roofline
 from jdist.targets.hardware import Hardware
 from jdist.targets.report import CompiledProgram, DeviceMemory, size_text
@@ -140,14 +140,7 @@ def _shape(leaf: PyTree, default: Sharding) -> PyTree:
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
-        # Weak types are kept: they decide how the argument is promoted.
-        weak = bool(getattr(leaf, "weak_type", False))
-        # A 64-bit jax.Array was made under x64; a NumPy array gets the dtype that JAX
-        # would give it.
-        dtype = leaf.dtype
-        if isinstance(leaf, np.ndarray):
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=default, weak_type=weak)
+        return shapes_of(leaf).update(sharding=default)
     return leaf
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist._errors import check_sequence, check_type, value_error
+from jdist._errors import check_choice, check_sequence, check_type, value_error
 from jdist.targets import compilers
 from jdist.targets.chips import CHIPS, Chip
 
@@ -43,23 +43,19 @@ class Hardware:
         check_type("Hardware(chip=...)", self.chip, Chip, "must be a Chip")
         rule = "must be a tuple of integers"
         check_sequence("Hardware(shape=...)", self.shape, int, rule)
-        lengths = {"tpu": (2, 3), "cuda": (2,), "cpu": (1,)}
-        if self.chip.platform not in lengths:
-            known = ", ".join(map(repr, lengths))
-            rule = f"must be one of {known}"
-            raise value_error("Chip(platform=...)", rule, self.chip.platform)
-        fits = len(self.shape) in lengths[self.chip.platform]
-        if not fits or any(size < 1 for size in self.shape):
-            counts = " or ".join(map(str, lengths[self.chip.platform]))
-            rule = f"must have {counts} positive numbers for {self.chip.platform}"
-            meanings = {
-                "tpu": "They are chips along the axes of the slice.",
-                "cuda": "They are hosts and the GPUs of each: h100:1x8 is one host.",
-                "cpu": "It is the number of CPU devices.",
-            }
-            raise value_error(
-                "Hardware(shape=...)", rule, self.shape, meanings[self.chip.platform]
-            )
+        gpus = "They are hosts and the GPUs of each: h100:1x8 is one host."
+        forms = {
+            "tpu": ((2, 3), "They are chips along the axes of the slice."),
+            "cuda": ((2,), gpus),
+            "cpu": ((1,), "It is the number of CPU devices."),
+        }
+        platform = self.chip.platform
+        check_choice("Chip(platform=...)", platform, forms)
+        lengths, meaning = forms[platform]
+        if len(self.shape) not in lengths or any(size < 1 for size in self.shape):
+            counts = " or ".join(map(str, lengths))
+            rule = f"must have {counts} positive numbers for {platform}"
+            raise value_error("Hardware(shape=...)", rule, self.shape, meaning)
 
     @property
     def name(self) -> str:
