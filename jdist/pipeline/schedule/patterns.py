@@ -10,11 +10,12 @@ number of times (`phases`), such as
 where each letter takes the next micro-batch of its kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jdist.pipeline.schedule.actions import B, F, W, WorkerActions
+from jdist.pipeline.schedule.actions import B, Columns, F, W, WorkerActions
+from jdist.pipeline.schedule.schedule import Schedule
 
 Passes = tuple[np.ndarray, np.ndarray]
 """Stages and micro-batches of passes of one kind, in order."""
@@ -92,3 +93,23 @@ def _expanded(patterns: Sequence[Phase]) -> tuple[np.ndarray, np.ndarray]:
         letters.append(np.tile(np.array([ord(t[0]) for t in tokens], np.uint8), times))
         chunks.append(np.tile(np.array([int(t[1:] or 0) for t in tokens]), times))
     return np.concatenate(letters), np.concatenate(chunks)
+
+
+def schedule_of(
+    name: str,
+    m: int,
+    workers: Iterable[int],
+    programs: Sequence[WorkerActions],
+    family: Callable[[int], Schedule],
+) -> Schedule:
+    """A synchronous schedule whose stages have one worker each.
+
+    Args:
+      name: Name of the family.
+      m: Micro-batches.
+      workers: The worker of each stage.
+      programs: The actions of each worker.
+      family: See `Schedule`.
+    """
+    placement = tuple((worker,) for worker in workers)
+    return Schedule(name, m, placement, Columns.joined(programs), family=family)

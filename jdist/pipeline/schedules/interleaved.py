@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 
 from jdist._errors import value_error
-from jdist.pipeline.schedule.actions import Columns, check_counts
-from jdist.pipeline.schedule.patterns import Passes, alternating
+from jdist.pipeline.schedule.actions import check_counts
+from jdist.pipeline.schedule.patterns import Passes, alternating, schedule_of
 from jdist.pipeline.schedule.schedule import Schedule
 
 
@@ -52,13 +52,8 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
         )
         for rank in range(n)
     ]
-    return Schedule(
-        "interleaved 1F1B",
-        m,
-        tuple((stage % n,) for stage in range(n * chunks)),
-        Columns.joined(programs),
-        family=partial(interleaved, n, chunks=chunks),
-    )
+    family = partial(interleaved, n, chunks=chunks)
+    return schedule_of("interleaved 1F1B", m, [*range(n)] * chunks, programs, family)
 
 
 def _order(

@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from jdist.pipeline.schedule.actions import Columns, check_counts
-from jdist.pipeline.schedule.patterns import Passes, alternating
+from jdist.pipeline.schedule.actions import check_counts
+from jdist.pipeline.schedule.patterns import Passes, alternating, schedule_of
 from jdist.pipeline.schedule.schedule import Schedule
 
 
@@ -36,13 +36,8 @@ def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
         forward = _breadth_first(stages, m)
         backward = _breadth_first(stages[::-1], m)
         programs.append(alternating(forward, backward, warm_up=m * chunks))
-    return Schedule(
-        "looped BFS",
-        m,
-        tuple((stage % n,) for stage in range(n * chunks)),
-        Columns.joined(programs),
-        family=partial(looped_bfs, n, chunks=chunks),
-    )
+    family = partial(looped_bfs, n, chunks=chunks)
+    return schedule_of("looped BFS", m, [*range(n)] * chunks, programs, family)
 
 
 def _breadth_first(stages: np.ndarray, m: int) -> Passes:

@@ -16,12 +16,12 @@ import numpy as np
 
 from jdist.pipeline.schedule.actions import (
     B,
-    Columns,
     F,
     W,
     WorkerActions,
     check_counts,
 )
+from jdist.pipeline.schedule.patterns import schedule_of
 from jdist.pipeline.schedule.schedule import Schedule
 
 
@@ -121,6 +121,5 @@ def v_schedule(
     family: Callable[[int], Schedule],
 ) -> Schedule:
     """A schedule whose worker j has stages j and 2n - 1 - j."""
-    n = len(programs)
-    placement = tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n))
-    return Schedule(name, m, placement, Columns.joined(programs), family=family)
+    there = range(len(programs))
+    return schedule_of(name, m, [*there, *reversed(there)], programs, family)

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from jdist.pipeline.schedule.actions import Columns, check_counts
-from jdist.pipeline.schedule.patterns import phases
+from jdist.pipeline.schedule.actions import check_counts
+from jdist.pipeline.schedule.patterns import phases, schedule_of
 from jdist.pipeline.schedule.schedule import Schedule
 
 
@@ -31,24 +31,14 @@ def zero_bubble(n: int, m: int) -> Schedule:
     check_counts("zero_bubble", n=n, m=m)
     # With fewer micro-batches than workers there is no steady phase.
     steady = max(m - n, 0)
-    programs = [
-        phases(
-            [
-                ("F", n - j),
-                ("I F", j),
-                ("I W F", steady),
-                ("I W", n - j),
-                ("W", j),
-            ],
-            [j],
-            m,
-        )
-        for j in range(n)
-    ]
-    return Schedule(
-        "ZB-H1",
-        m,
-        tuple((stage,) for stage in range(n)),
-        Columns.joined(programs),
-        family=partial(zero_bubble, n),
-    )
+    programs = []
+    for j in range(n):
+        patterns = [
+            ("F", n - j),
+            ("I F", j),
+            ("I W F", steady),
+            ("I W", n - j),
+            ("W", j),
+        ]
+        programs.append(phases(patterns, [j], m))
+    return schedule_of("ZB-H1", m, range(n), programs, partial(zero_bubble, n))
