@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
 from jdist._errors import check_type, value_error
@@ -16,7 +17,6 @@ from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.simulation.costs import Costs
 
 FORMAT = "jdist.pipeline.plan/1"
-_TUPLES = ("layers", "ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +206,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         rule = f"must be of the format {FORMAT}"
         raise value_error("load_plan(path=...)", rule, found)
     try:
-        stages = tuple(
-            # JSON has no tuples.
-            PlannedStage(**stage | {name: tuple(stage[name]) for name in _TUPLES})
-            for stage in record["stages"]
-        )
-        return Plan(
-            record["bottleneck_time"],
-            record["data_parallel_time"],
-            stages,
-            tuple(record["workers"]),
-            tuple(record["bandwidths"]),
-        )
-    # A missing key, or one that the class does not know.
-    except (KeyError, TypeError) as error:
+        # With tuples, which JSON has not.
+        return msgspec.convert(record, Plan)
+    except msgspec.ValidationError as error:
         rule = "must have everything that `Plan.write` writes"
         raise value_error("load_plan(path=...)", rule, str(error)) from None

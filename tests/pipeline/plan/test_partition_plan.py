@@ -26,8 +26,8 @@ def test_there_and_back(vgg, tmp_path):
     [
         ("[]", "format jdist.pipeline.plan/1. Got None"),
         ('{"format": "other"}', "Got 'other'|Got other"),
-        ('{"format": "jdist.pipeline.plan/1"}', "everything.*'stages'"),
-        ('{"format": "jdist.pipeline.plan/1", "stages": [{}]}', "everything.*layers"),
+        ('{"format": "jdist.pipeline.plan/1"}', "everything.*bottleneck_time"),
+        ('{"format": "jdist.pipeline.plan/1", "stages": 3}', "everything.*stages"),
     ],
 )
 def test_other_files_are_refused(text, match, tmp_path):
