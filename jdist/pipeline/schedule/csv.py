@@ -14,11 +14,10 @@ public functions.
 import csv
 import io
 import re
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from jdist._errors import value_error
-from jdist.pipeline.schedule.actions import KINDS, Action, B, Columns
+from jdist.pipeline.schedule.actions import KINDS, Action
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -26,22 +25,8 @@ _NO_ACTION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRA
 _CALL = "Schedule.from_csv"
 
 
-def csv_text(columns: Columns, clock: np.ndarray, split: np.ndarray) -> str:
-    """The text of a schedule.
-
-    Args:
-      columns: The actions.
-      clock: Clock of each action.
-      split: See `Schedule.split`.
-    """
-    rows = [[""] * (int(clock.max(initial=-1)) + 1) for _ in range(columns.workers)]
-    for index, (worker, at) in enumerate(
-        zip(columns.worker_of_each(), clock, strict=True)
-    ):
-        action = columns.action(index)
-        half = columns.kind[index] == B and split[action.stage, action.micro_batch]
-        letter = "I" if half else action.kind
-        rows[worker][at] = f"{action.stage}{letter}{action.micro_batch}"
+def csv_text(rows: Iterable[Sequence[str]]) -> str:
+    """The text of the cells of all rows."""
     out = io.StringIO()
     # The csv module's default is \r\n.
     csv.writer(out, lineterminator="\n").writerows(rows)

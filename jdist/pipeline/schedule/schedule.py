@@ -222,7 +222,12 @@ class Schedule:
           0F0,0F1,,0I0,0W0,0I1,0W1
           ,1F0,1I0,1F1,1I1,1W0,1W1
         """
-        text = csv_text(self.columns, self.clock, self.split)
+
+        def cell(action: Action) -> str:
+            half = action.kind == "B" and self.split[action.stage, action.micro_batch]
+            return f"{action.stage}{'I' if half else action.kind}{action.micro_batch}"
+
+        text = csv_text(self._grid("", cell))
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -420,14 +425,17 @@ class Schedule:
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
-    def __str__(self) -> str:
-        grid = [["."] * self.clocks for _ in range(self.workers)]
+    def _grid(self, empty: str, cell: Callable[[Action], str]) -> list[list[str]]:
+        """The text of each action, in a row per worker and a column per clock."""
+        grid = [[empty] * self.clocks for _ in range(self.workers)]
         for worker, row in enumerate(grid):
-            span = slice(*self.columns.first[worker : worker + 2])
-            for clock, action in zip(
-                self.clock[span], self.actions(worker), strict=True
-            ):
-                row[clock] = str(action)
+            clocks = self.clock[slice(*self.columns.first[worker : worker + 2])]
+            for clock, action in zip(clocks, self.actions(worker), strict=True):
+                row[clock] = cell(action)
+        return grid
+
+    def __str__(self) -> str:
+        grid = self._grid(".", str)
         # One width for all columns, so that clocks stand below each other.
         width = max(len(cell) for row in grid for cell in row)
         # Ranks are padded, too.
