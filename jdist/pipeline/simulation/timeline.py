@@ -1,24 +1,36 @@
 """Timelines: the start and the end of every action of a simulation or a run."""
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jdist._errors import listed, value_error
+from jdist._errors import Unavailable, extra, listed, value_error
 from jdist.pipeline.schedule import memory
-from jdist.pipeline.schedule.actions import Action, ActionKind, B, Columns, F
+from jdist.pipeline.schedule.actions import KINDS, Action, ActionKind, B, Columns, F
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedule.versions import live_versions
-from jdist.pipeline.simulation import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b")
+NAMES = ("forward", "backward", "weight gradient")
+TRACE_COLORS = ("thread_state_running", "rail_response", "rail_animation")
+"""Names of colours that Chrome's trace viewer knows."""
+BARS = 20_000
+"""Largest number of actions drawn as bars; with more, the chart is an image."""
+LABELS = 400
+"""Largest number of actions whose bars show their micro-batches."""
+WIDTH, HEIGHT = 2400, 800
+"""Largest size of the image in pixels."""
 
 
 class StageBytes(NamedTuple):
@@ -232,21 +244,138 @@ class Timeline:
         Raises:
           Unavailable: matplotlib is not installed.
         """
-        shown = self.columns, self.start, self.end, self.title
-        return pictures.write_gantt(*shown, Path(path))
+        try:
+            # A `Figure` without pyplot, which would keep it alive and may open a
+            # display.
+            from matplotlib.figure import Figure
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            what = f"a Gantt chart needs matplotlib: {extra('experiments')}"
+            raise Unavailable(what) from error
+        path = Path(path)
+        # Limited to a screen's height: with more workers rows get thinner.
+        height = min(2 + 0.35 * self.workers, 8)
+        figure = Figure(figsize=(12, height), layout="constrained")
+        self.draw(figure.subplots())
+        present = np.unique(self.columns.kind)
+        patches = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in present]
+        figure.legend(handles=patches, loc="outside lower right", ncols=len(NAMES))
+        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
+        return path
 
     def draw(self, axes: "Axes") -> None:
-        """Draw a Gantt chart on matplotlib's axes, without a legend."""
-        pictures.draw_gantt(self.columns, self.start, self.end, self.title, axes)
+        """Draw a Gantt chart on matplotlib's axes, without a legend.
+
+        One bar of each kind has a label.
+        """
+        from matplotlib.ticker import MaxNLocator
+
+        if len(self.columns) <= BARS:
+            _draw_bars(self, axes)
+        else:
+            _draw_image(self, axes)
+        # `or 1`, because matplotlib warns about an axis of zero length.
+        axes.set_xlim(0, self.makespan or 1)
+        axes.set_ylim(self.workers - 0.5, -0.5)
+        # Ranks are integers.
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("seconds")
+        axes.set_ylabel("worker")
+        axes.set_title(self.title)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write JSON for chrome://tracing and ui.perfetto.dev."""
-        return pictures.write_chrome_trace(
-            self.columns, self.start, self.end, Path(path)
-        )
+        """Write JSON for chrome://tracing and ui.perfetto.dev.
+
+        It has a line per action, and a track per worker.
+        """
+        path = Path(path)
+        # Line by line, so that memory does not grow with the number of actions.
+        with path.open("w") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+            between = "\n"
+            for event in _events(self):
+                file.write(between + json.dumps(event))
+                between = ",\n"
+            file.write("\n]}\n")
+        return path
 
     def __repr__(self) -> str:
         return (
             f"<Timeline {self.name}: {self.workers} workers, {len(self.columns)} "
             f"actions, {self.makespan:.6g} s, bubble {self.bubble:.1%}>"
         )
+
+
+def _draw_bars(timeline: Timeline, axes: "Axes") -> None:
+    columns, took = timeline.columns, timeline.end - timeline.start
+    # Each kind is labelled once, so that a legend of the axes has no repeats.
+    unnamed = dict(enumerate(NAMES))
+    for worker in range(columns.workers):
+        span = slice(*columns.first[worker : worker + 2])
+        kinds, stages = columns.kind[span], columns.stage[span]
+        begin, seconds = timeline.start[span], took[span]
+        distinct = np.unique(stages)
+        for kind, color in enumerate(COLORS):
+            for turn, stage in enumerate(distinct):
+                mask = (kinds == kind) & (stages == stage)
+                if not mask.any():
+                    continue
+                axes.broken_barh(
+                    list(zip(begin[mask], seconds[mask], strict=True)),
+                    (worker - 0.45, 0.9),
+                    facecolor=color,
+                    edgecolor="white",
+                    linewidth=0.5,
+                    alpha=1 - 0.5 * turn / len(distinct),
+                    label=unnamed.pop(kind, None),
+                )
+    if len(columns) <= LABELS:
+        for each in timeline.records():
+            middle = (each.start + each.end) / 2, each.worker
+            axes.text(*middle, str(each.micro_batch), ha="center", va="center", size=7)
+
+
+def _draw_image(timeline: Timeline, axes: "Axes") -> None:
+    """Draw an image in which each pixel shows the action at its middle."""
+    from matplotlib.colors import ListedColormap
+
+    columns, makespan = timeline.columns, timeline.makespan
+    rows = np.linspace(0, columns.workers - 1, min(columns.workers, HEIGHT))
+    moments = (np.arange(WIDTH) + 0.5) / WIDTH * makespan
+    shown = np.zeros((len(rows), WIDTH), np.uint8)  # 0: idle
+    for row, worker in enumerate(np.round(rows).astype(int)):
+        span = slice(*columns.first[worker : worker + 2])
+        if span.start == span.stop:
+            continue
+        # The last action that began before each moment; it may have ended before, too.
+        at = np.searchsorted(timeline.start[span], moments, side="right") - 1
+        working = (at >= 0) & (moments < timeline.end[span][at])
+        shown[row] = np.where(working, columns.kind[span][at] + 1, 0)
+    axes.imshow(
+        shown,
+        cmap=ListedColormap(["white", *COLORS]),
+        vmin=0,
+        vmax=len(COLORS),
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, makespan, columns.workers - 0.5, -0.5),
+    )
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The entries of Chrome's trace format."""
+    for worker in range(timeline.workers):
+        event = {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker}
+        yield {**event, "args": {"name": f"worker {worker}"}}
+    for worker, kind, stage, micro_batch, start, end in timeline.records():
+        yield {
+            "ph": "X",
+            "name": str(Action(kind, stage, micro_batch)),
+            "cat": kind,
+            "cname": TRACE_COLORS[KINDS.index(kind)],
+            "pid": 0,
+            "tid": worker,
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
+            "args": {"stage": stage, "micro_batch": micro_batch},
+        }

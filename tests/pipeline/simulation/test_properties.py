@@ -125,16 +125,16 @@ def test_pixels_are_the_actions():
     """Beyond so many actions an image, whose pixels show what is under their middle."""
     from matplotlib.figure import Figure
 
-    from jdist.pipeline.simulation import pictures
+    from jdist.pipeline.simulation import timeline
 
     found = simulate(pipeline.one_f_one_b(8, 1300))
-    assert len(found.columns) > pictures.BARS
+    assert len(found.columns) > timeline.BARS
     axes = Figure().subplots()
     found.draw(axes)
     (image,) = axes.images
     shown = np.asarray(image.get_array())
-    assert shown.shape == (8, pictures.WIDTH)
-    moments = (np.arange(pictures.WIDTH) + 0.5) / pictures.WIDTH * found.makespan
+    assert shown.shape == (8, timeline.WIDTH)
+    moments = (np.arange(timeline.WIDTH) + 0.5) / timeline.WIDTH * found.makespan
     expected = np.zeros_like(shown)
     for r in found.records():
         under = (moments >= r.start) & (moments < r.end)

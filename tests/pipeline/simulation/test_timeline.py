@@ -192,12 +192,12 @@ def test_the_picture_shows_what_happened(tmp_path):
     """Every pixel of a row: the colour of the action under it, or white."""
     from matplotlib.image import imread
 
-    from jdist.pipeline.simulation import pictures
+    from jdist.pipeline.simulation import timeline
 
     found = simulate(pipeline.one_f_one_b(128, 128))
-    assert len(found.columns) > pictures.BARS
+    assert len(found.columns) > timeline.BARS
     pixels = imread(found.plot(tmp_path / "gantt.png"))[..., :3]
-    for color in pictures.COLORS[:2]:
+    for color in timeline.COLORS[:2]:
         wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         same = np.abs(pixels - wanted).max(-1) < 0.01
         assert same.mean() > 0.1
