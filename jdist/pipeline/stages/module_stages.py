@@ -285,11 +285,15 @@ def _stage(
     single: bool,
 ) -> Stage:
     """The stage of a program; a single module stands for itself."""
-    fn: Callable[..., PyTree] = program
     in_evaluation: Callable[..., PyTree] | None = None
-    outputs = program.outputs
-    if any(module.in_evaluation is not None for module in members):
+    if any(call.in_evaluation is not None for call in program.calls):
         in_evaluation = replace(program, evaluation=True)
+        # Stages that are trained by equal functions share a program, however they are
+        # evaluated.
+        calls = [replace(call, in_evaluation=None) for call in program.calls]
+        program = replace(program, calls=tuple(calls))
+    fn: Callable[..., PyTree] = program
+    outputs = program.outputs
     if single:
         (module,) = members
         # The inputs of a stage have different names, and this module's function is the
