@@ -520,14 +520,9 @@ def whole_here(leaf: Any) -> Any:
         return leaf
     if not leaf.is_fully_replicated:
         assert isinstance(leaf.sharding, NamedSharding)
-        leaf = _whole_on(NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
+        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        leaf = jax.device_put(leaf, whole)
     return leaf.addressable_data(0)
-
-
-# Cached: a new lambda for each call would be compiled each time.
-@functools.lru_cache(maxsize=64)
-def _whole_on(sharding: NamedSharding) -> Any:
-    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def bytes_on_device(array: jax.Array) -> int:
