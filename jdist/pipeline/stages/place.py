@@ -42,13 +42,10 @@ class StageMesh:
     Attributes:
       mesh: The mesh.
       data_axis: The axis over which rows of values are split; None: they are not split.
-      joint: Whether it may have devices of several processes, all of which then call
-        the programs of the mesh with the same values.
     """
 
     mesh: Mesh
     data_axis: str | None
-    joint: bool = False
 
     @property
     def parts(self) -> int:
@@ -128,16 +125,12 @@ def places_along(mesh: Mesh, axis: str, data_axis: str | None) -> list[Place]:
     rows = np.moveaxis(mesh.devices, at, 0)
     if not names:
         return list(rows)
-    each = [_with_data_axis(Mesh(row, names), data_axis) for row in rows]
-    return [replace(place, joint=True) for place in each]
+    return [_with_data_axis(Mesh(row, names), data_axis) for row in rows]
 
 
 def _with_data_axis(mesh: Mesh, data_axis: str | None) -> StageMesh:
     axis = DATA_AXIS if data_axis is None else data_axis
-    made = StageMesh(mesh, axis if axis in mesh.axis_names else None)
-    # A topology has devices of made-up processes, although this process is alone.
-    several = jax.process_count() > 1 and len(processes_at(made)) > 1
-    return replace(made, joint=several)
+    return StageMesh(mesh, axis if axis in mesh.axis_names else None)
 
 
 def automatic_axes(call: str, mesh: Mesh, whose: str = "") -> Mesh:
@@ -233,17 +226,17 @@ def undivided(place: Place) -> Place:
 def beside(place: Place) -> Place:
     """The place where numbers of all stages, such as norms, are combined."""
     # On a mesh over several processes one device of each suffices: every process has
-    # the numbers, so that no collective is needed.
-    several = len(processes_at(place)) > 1
-    return device_here(place) if several and _is_joint(place) else undivided(place)
+    # the numbers, so that no collective is needed. A topology has devices of made-up
+    # processes, although this process is alone.
+    several = jax.process_count() > 1 and len(processes_at(place)) > 1
+    return device_here(place) if several else undivided(place)
 
 
 def place_of(array: object) -> Place:
     """The place of an array or a shape; on a mesh without a data axis."""
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        joint = isinstance(array, jax.Array) and not array.is_fully_addressable
-        return StageMesh(sharding.mesh, None, joint)
+        return StageMesh(sharding.mesh, None)
     return None if sharding is None else next(iter(sharding.device_set))
 
 
@@ -276,7 +269,7 @@ def moved(value: PyTree, place: Place) -> PyTree:
             return leaf
         if place is None:
             return _on_default_device(leaf)
-        return _put(leaf, _target(leaf, place), _is_joint(place))
+        return _put(leaf, _target(leaf, place))
 
     return jax.tree.map(there, value)
 
@@ -288,7 +281,7 @@ def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -
         alike = array.sharding.is_equivalent_to(target, array.ndim)
         if alike and array.committed:
             return array
-    return _put(array, target, place.joint)
+    return _put(array, target)
 
 
 def spec_of(leaf: object) -> PartitionSpec:
@@ -353,22 +346,19 @@ def _target(leaf: Any, place: jax.Device | StageMesh) -> Sharding:
     return SingleDeviceSharding(place)
 
 
-def _is_joint(place: Place) -> bool:
-    return isinstance(place, StageMesh) and place.joint
-
-
-def _put(leaf: Any, target: Sharding, joint: bool = False) -> Any:
+def _put(leaf: Any, target: Sharding) -> Any:
     if is_shape(leaf):
         return leaf.update(sharding=target)
     if target.is_fully_addressable:
         return jax.device_put(whole_here(leaf), target)
-    if joint:
+    devices: set[Any] = target.device_set
+    processes = sorted({device.process_index for device in devices})
+    # All processes of a mesh over several put the same values there.
+    if jax.process_count() > 1 and jax.process_index() in processes:
         return over_processes(leaf, target)
     # Refused, since `device_put` would wait for processes that need not make this call.
     rule = "must be devices of this process where a call runs"
-    devices: set[Any] = target.device_set
-    others = sorted({device.process_index for device in devices})
-    got = f"devices of the processes {others} in process {jax.process_index()}"
+    got = f"devices of the processes {processes} in process {jax.process_index()}"
     remedy = "A pipeline for absent hardware has `lower` alone."
     raise value_error(_PLACES, rule, got, remedy)
 
@@ -416,7 +406,7 @@ def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
         if on_it and isinstance(leaf, jax.Array) and leaf.committed:
             return leaf
         _check_spec(spec, leaf.shape, place.mesh, call, stage)
-        return _put(leaf, NamedSharding(place.mesh, spec), place.joint)
+        return _put(leaf, NamedSharding(place.mesh, spec))
 
     return jax.tree.map(there, value)
 
@@ -454,7 +444,7 @@ def sharded(
     def there(spec: PartitionSpec | None, leaf: Any) -> Any:
         spec = PartitionSpec() if spec is None else spec
         _check_spec(spec, np.shape(leaf), place.mesh, f"{call}(specs)", stage)
-        return _put(leaf, NamedSharding(place.mesh, spec), place.joint)
+        return _put(leaf, NamedSharding(place.mesh, spec))
 
     return jax.tree.map(there, each, value, is_leaf=_is_spec)
 
