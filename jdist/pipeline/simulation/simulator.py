@@ -102,20 +102,21 @@ def _links(schedule: Schedule, costs: Costs) -> Links | None:
     sending = costs.table("message_bytes", *shape) / costs.table("bandwidth", *shape)
     if not (latency.any() or sending.any()):
         return None
-    columns, worker = schedule.columns, schedule.columns.worker_of_each()
+    columns, one, other = schedule.columns, schedule.owner[:-1], schedule.owner[1:]
     link = np.full(len(columns), -1, np.int32)
     occupied, late = np.zeros(len(columns)), np.zeros(len(columns))
-    # F of stage j sends to stage j + 1, B of stage j to stage j - 1.
-    for kind, step in ((F, 1), (B, -1)):
-        goal = columns.stage + step
-        at = np.flatnonzero((columns.kind == kind) & (goal >= 0) & (goal < shape[0]))
-        to = schedule.owner[goal[at], columns.micro_batch[at]]
+    # F of stage j uses the pair (j, j + 1), B of stage j the pair (j - 1, j).
+    for kind, step, sender, taker in ((F, 0, one, other), (B, -1, other, one)):
         # Neighbouring stages on one worker need no link.
-        away = to != worker[at]
-        at, to = at[away], to[away]
-        link[at] = worker[at] * schedule.workers + to
-        pair = np.minimum(columns.stage[at], goal[at]), columns.micro_batch[at]
-        occupied[at], late[at] = sending[pair], latency[pair]
+        numbers = np.where(one == other, -1, sender * schedule.workers + taker)
+        pair = columns.stage + step
+        sends = (columns.kind == kind) & (pair >= 0) & (pair < shape[0] - 1)
+        at = np.flatnonzero(sends)
+        way = pair[at], columns.micro_batch[at]
+        link[at] = numbers[way]
+        away = link[at] >= 0
+        occupied[at] = np.where(away, sending[way], 0.0)
+        late[at] = np.where(away, latency[way], 0.0)
     return Links(link, occupied, late)
 
 
