@@ -48,7 +48,9 @@ def test_other_names_are_refused(name, message):
 
 def test_a_platform_that_jax_has_not_is_refused():
     chip = targets.Chip("mi300", "rocm", 1, 1.0, {"float32": 1.0})
-    with pytest.raises(ValueError, match=r"platform=.*'tpu', 'cuda', 'cpu'. Got 'rocm'"):
+    with pytest.raises(
+        ValueError, match=r"platform=.*'tpu', 'cuda', 'cpu'. Got 'rocm'"
+    ):
         targets.Hardware(chip, (1, 8))
 
 
