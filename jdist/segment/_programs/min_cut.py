@@ -19,19 +19,18 @@ leaves the least to recompute. Values are opaque and hashable. The order of the 
 depends on the order of `needed` only, so that it is the same in every process.
 
 References:
-  Dinitz, Algorithm for solution of a problem of maximum flow, 1970.
+  Ford and Fulkerson, Maximal flow through a network, 1956; Edmonds and Karp,
+  Theoretical improvements in algorithmic efficiency for network flow problems, 1972.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
 Value = TypeVar("Value", bound=Hashable)
 Node = Hashable
 Residual = dict[Node, dict[Node, int]]
-
-SOURCE, SINK = ("source",), ("sink",)
 
 
 def cheapest_cut(
@@ -59,25 +58,26 @@ def cheapest_cut(
       >>> cheapest_cut(["tanh", "mask"], recipes.get, costs.get)
       ['z']
     """
-    values, residual = _graph(needed, made_from, cost)
-    _saturate(residual)
-    # From the sink, not the source: of all minimum cuts that nearest to `needed`.
-    needs = _reaching_sink(residual)
-    return [v for v in values if ("out", v) in needs and ("in", v) not in needs]
+    needed = list(needed)
+    recipes = _recipes(needed, made_from)
+    residual = _graph(recipes, {value: cost(value) for value in recipes})
+    sources = {("in", value) for value, recipe in recipes.items() if recipe is None}
+    # The nodes from which more could flow to a needed value if it got there. Found from
+    # the needed values on, so that of all minimum cuts the nearest to them is taken.
+    needs: set[Node] = set()
+    for value in needed:
+        if value in recipes:
+            needs.update(_saturate(residual, ("out", value), sources, needs))
+    return [v for v in recipes if ("out", v) in needs and ("in", v) not in needs]
 
 
 def _graph(
-    needed: Iterable[Value],
-    made_from: Callable[[Value], Sequence[Value] | None],
-    cost: Callable[[Value], int | None],
-) -> tuple[list[Value], Residual]:
+    recipes: dict[Value, Sequence[Value] | None], costs: dict[Value, int | None]
+) -> Residual:
     """Each value as an edge from its "in" to its "out" node, of its cost's capacity."""
-    wanted = set(needed := list(needed))
-    recipes = _recipes(needed, made_from)
-    costs = {value: cost(value) for value in recipes}
     # More than all values together, so that no such edge is in a minimum cut.
     unbounded = 1 + sum(c for c in costs.values() if c is not None)
-    residual: Residual = {SOURCE: {}, SINK: {}}
+    residual: Residual = {}
 
     def connect(start: Node, end: Node, capacity: int) -> None:
         residual.setdefault(start, {})[end] = capacity
@@ -86,14 +86,10 @@ def _graph(
     for value, recipe in recipes.items():
         price = costs[value]
         connect(("in", value), ("out", value), unbounded if price is None else price)
-        if recipe is None:
-            connect(SOURCE, ("in", value), unbounded)
         for ingredient in recipe or ():
             if ingredient in recipes:
                 connect(("out", ingredient), ("in", value), unbounded)
-        if value in wanted:
-            connect(("out", value), SINK, unbounded)
-    return list(recipes), residual
+    return residual
 
 
 def _recipes(
@@ -120,64 +116,51 @@ def _recipes(
     return {value: recipe for value, recipe in recipes.items() if value in costly}
 
 
-def _saturate(residual: Residual) -> None:
-    """Turns capacities into the residual capacities of a maximum flow (Dinitz)."""
+def _saturate(
+    residual: Residual, sink: Node, sources: Container[Node], closed: Container[Node]
+) -> Iterable[Node]:
+    """Sends as much as possible from the sources to a sink, on top of earlier flows.
+
+    Args:
+      residual: Residual capacities, which are changed.
+      sink: Where the flow ends.
+      sources: Where it begins.
+      closed: Nodes that no source reaches any more, and so no flow passes.
+
+    Returns:
+      Further such nodes: those, without the closed ones, that reach the sink.
+    """
     while True:
-        levels = _levels(residual)
-        if SINK not in levels:
-            return
-        # An edge once found useless is not tried again in this phase.
-        untried = {node: list(ends) for node, ends in residual.items()}
-        path: list[Node] = [SOURCE]
-        while path:
-            node = path[-1]
-            if node == SINK:
-                path = _push(residual, path)
-                continue
-            ends = untried[node]
-            while ends and not (
-                residual[node][ends[-1]] and levels.get(ends[-1]) == levels[node] + 1
-            ):
-                ends.pop()
-            if ends:
-                path.append(ends[-1])
-            else:
-                path.pop()
-                if path:
-                    untried[path[-1]].pop()
+        after = _search(residual, sink, sources, closed)
+        node = next(reversed(after))
+        if node not in sources:
+            return after
+        path = [node]
+        while node != sink:
+            path.append(node := after[node])
+        edges = list(pairwise(path))
+        amount = min(residual[start][end] for start, end in edges)
+        for start, end in edges:
+            residual[start][end] -= amount
+            residual[end][start] += amount
 
 
-def _push(residual: Residual, path: list[Node]) -> list[Node]:
-    """Augments the flow along a path; returns it up to its first saturated edge."""
-    edges = list(pairwise(path))
-    amount = min(residual[start][end] for start, end in edges)
-    for start, end in edges:
-        residual[start][end] -= amount
-        residual[end][start] += amount
-    full = next(i for i, (start, end) in enumerate(edges) if not residual[start][end])
-    return path[: full + 1]
+def _search(
+    residual: Residual, sink: Node, sources: Container[Node], closed: Container[Node]
+) -> dict[Node, Node]:
+    """The nodes that reach the sink, nearest first, each with the next one on the way.
 
-
-def _levels(residual: Residual) -> dict[Node, int]:
-    levels: dict[Node, int] = {SOURCE: 0}
-    queue: deque[Node] = deque([SOURCE])
+    If there is a source among them, the search ends with it.
+    """
+    after = {sink: sink}
+    queue = deque([sink])
     while queue:
         node = queue.popleft()
-        for end, capacity in residual[node].items():
-            if capacity and end not in levels:
-                levels[end] = levels[node] + 1
-                queue.append(end)
-    return levels
-
-
-def _reaching_sink(residual: Residual) -> set[Node]:
-    """The nodes with a residual path to the sink."""
-    found: set[Node] = {SINK}
-    stack: list[Node] = [SINK]
-    while stack:
-        node = stack.pop()
-        for start in residual[node]:
-            if start not in found and residual[start].get(node, 0):
-                found.add(start)
-                stack.append(start)
-    return found
+        for before in residual[node]:
+            if before in after or before in closed or not residual[before][node]:
+                continue
+            after[before] = node
+            if before in sources:
+                return after
+            queue.append(before)
+    return after
