@@ -8,7 +8,6 @@ that took part, and a `Recording` says which of them a thread of control is in.
 import contextvars
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
@@ -53,12 +52,6 @@ T = TypeVar("T")
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
 _RELEASED = "It was released."
-_SOON = 0.01
-"""Seconds that the end of a context waits for a request that carries it."""
-
-_MOST_ALONG = 100
-"""Largest number of ends that one request carries."""
-
 # Ended contexts are remembered, to refuse messages that the end has overtaken.
 _MOST_ENDED = 4096
 
@@ -177,7 +170,7 @@ class Context:
         Source: `torch.distributed.autograd._release_context`.
         """
         self.check()
-        return self.container.releases.end(self.id)
+        return self.container.releases.end([self.id])
 
     def check(self) -> None:
         """Raises if the context has ended.
@@ -446,11 +439,9 @@ class Releases:
 
     Each worker forgets the context and tells those it exchanged messages with, who do
     the same, and answers when they have. Messages are delivered reliably, as long as
-    their receivers belong to the group; the end of a context that was left rides on the
-    next request to a worker, if that comes soon and is answered. The workers hold a
-    context on behalf of its maker, and let it go when the maker is gone. A worker that
-    learned of a context from one that is gone asks the maker to be told of the end
-    instead.
+    their receivers belong to the group. The workers hold a context on behalf of its
+    maker, and let it go when the maker is gone. A worker that learned of a context from
+    one that is gone asks the maker to be told of the end instead.
 
     Args:
       container: The worker's container.
@@ -465,62 +456,33 @@ class Releases:
         self.delivery = ReliableDelivery(self._agent)
         self.delivery.handle(_RELEASE, _id, self._on_release)
         self.delivery.handle(_HOLD, _id, self._on_hold)
-        # By incarnation and context: until when its end may wait for a request.
-        self._untold: dict[int, dict[int, float]] = {}
-        self._alarm = self._agent.timer.alarm(self._remind)
         self._agent.extension_state.on_gone(self._on_gone)
         self._agent.extension_state.on_close(self._on_close)
 
     def leave(self, context_id: int) -> None:
         """Ends a context here at once and soon on all workers that took part."""
-        # A message for each end would cost as much as a call, and nothing waits. So it
-        # goes along with the next request to that worker, if there is one soon.
-        until = time.monotonic() + _SOON
+        # A message for each end would cost as much as a call, and nothing waits: they
+        # are gathered for a moment.
         for worker in self._end_here(context_id, _RELEASED):
-            self._untold.setdefault(worker, {})[context_id] = until
-            self._alarm.set(until)
-
-    def untold(self, worker: int) -> list[int]:
-        """Lists left contexts whose end that worker has not been told."""
-        waiting = self._untold.get(worker)
-        return list(waiting)[:_MOST_ALONG] if waiting else []
-
-    def told(self, worker: int, ids: Iterable[int]) -> None:
-        """Records that a worker was told of these ends."""
-        waiting = self._untold.get(worker, {})
-        for context_id in ids:
-            waiting.pop(context_id, None)
-
-    def hear(self, caller: WorkerInfo, ids: Iterable[int]) -> None:
-        """Ends contexts whose end came with a request."""
-        by = caller.incarnation
-        for context_id in ids:
-            reason = f"{caller.name!r} released it."
-            for worker in self._end_here(context_id, reason, by):
-                self.delivery.send(worker, QueuedMessage(_RELEASE, context_id))
-
-    def _remind(self, now: float) -> float | None:
-        """Sends ends that no request has taken along; returns when to look again."""
-        upcoming: float | None = None
-        for worker, waiting in list(self._untold.items()):
-            for context_id, until in list(waiting.items()):
-                if until > now:
-                    upcoming = until if upcoming is None else min(upcoming, until)
-                elif waiting.pop(context_id, None) is not None:
-                    # Even if a request under way tells it: its answer may never come.
-                    self.delivery.send(worker, QueuedMessage(_RELEASE, context_id))
-        return upcoming
+            self.delivery.send(worker, QueuedMessage(_RELEASE, context_id), gather=True)
 
     def end(
-        self, context_id: int, reason: str = _RELEASED, told_by: int | None = None
+        self,
+        ids: Iterable[int],
+        reason: str = _RELEASED,
+        told_by: int | None = None,
     ) -> Future[None]:
-        """Ends a context on all workers that took part, but the one that told of it.
+        """Ends contexts on all workers that took part, but the one that told of it.
 
         Returns:
-          A future, done when they all have forgotten it or are gone.
+          A future, done when they all have forgotten them or are gone.
         """
-        workers = self._end_here(context_id, reason, told_by)
-        return _all_of([self._ask(one, _RELEASE, context_id) for one in workers])
+        asked = [
+            self._ask(worker, _RELEASE, one)
+            for one in ids
+            for worker in self._end_here(one, reason, told_by)
+        ]
+        return _quietly(lambda: collect_all(asked).then(lambda done: None))
 
     def _end_here(
         self, context_id: int, reason: str, told_by: int | None = None
@@ -556,7 +518,7 @@ class Releases:
         def end() -> None:
             # The caller knows, and is not told back.
             reason, by = f"{caller.name!r} released it.", incarnation_of(caller)
-            ended = _all_of([self.end(one, reason, by) for one in ids])
+            ended = self.end(ids, reason, by)
             futures.call_when_done(ended, lambda: told.set_result([None] * len(ids)))
 
         return told, end
@@ -589,7 +551,6 @@ class Releases:
             elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
         # Messages to it are no longer delivered, nor their answers waited for.
-        self._untold.pop(incarnation_of(worker), None)
         self.delivery.forget(incarnation_of(worker))
         self.seek_end(orphans)
 
@@ -605,7 +566,7 @@ class Releases:
 
     def _end_if_over(self, context_id: int, asked: Future[Any]) -> None:
         if asked.value() is True:
-            self.end(context_id)
+            self.end([context_id])
 
     def _on_close(self) -> None:
         for context in self._container.contexts():
@@ -627,11 +588,6 @@ def _id(named: object) -> int:
         raise ProtocolError("Contexts are named by their ids.")
     assert isinstance(named, int)
     return named
-
-
-def _all_of(futures: list[Future[Any]]) -> Future[None]:
-    """Return a future that is done when all of them are."""
-    return _quietly(lambda: collect_all(futures).then(lambda done: None))
 
 
 def _quietly(make: Callable[[], T]) -> T:

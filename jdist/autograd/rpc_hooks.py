@@ -22,7 +22,6 @@ from jdist.autograd.contexts import (
     Container,
     Context,
     Recording,
-    are_ids,
     recorded_into,
 )
 from jdist.autograd.recording.node import (
@@ -41,10 +40,6 @@ from jdist.rpc.extension import NEEDS, Invocation, MessageContext, unpacked
 
 META = "autograd"
 """The entry of a message's metadata that holds its `CrossingHeader`, as a list."""
-
-ENDED = "autograd.ended"
-"""Under which a request's metadata has the ids of contexts that its sender has left,
-and that of the answer the same ids."""
 
 _NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
 
@@ -134,9 +129,6 @@ class RpcHooks:
         meta: dict[str, object] = {META: row}
         if to.incarnation not in self._prepared:
             meta[NEEDS] = _NEEDED
-        ended = self._container.releases.untold(to.incarnation)
-        if ended:
-            meta[ENDED] = ended
         return call, meta
 
     def execute(
@@ -150,11 +142,6 @@ class RpcHooks:
         header = CrossingHeader.of(meta)
         if header is None:
             return run(call), {}
-        ended = meta.get(ENDED)
-        if ended is not None:
-            if not are_ids(ended):
-                raise ProtocolError("Contexts are named by their ids.")
-            self._container.releases.hear(caller, ended)
         context = self._container.get_or_create(header.context)
         # If its loss was noticed before this message was read, it will not be noticed
         # again.
@@ -168,10 +155,7 @@ class RpcHooks:
             call = Invocation(call.kind, applied, call.args, call.kwargs)
         with Recording(context, header.message):
             value = run(call)
-        answer: dict[str, object] = {META: _row(context.id, header.message, 0)}
-        if ended is not None:
-            answer[ENDED] = ended
-        return value, answer
+        return value, {META: _row(context.id, header.message, 0)}
 
     def local(self, value: object) -> object:
         """Returns the result of `to_here` on the owner, as another worker gets it."""
@@ -186,10 +170,6 @@ class RpcHooks:
         # Only autograd puts it there, so the callee has imported that.
         if META in meta:
             self._prepared.add(to.incarnation)
-        ended = meta.get(ENDED)
-        if are_ids(ended):
-            assert to.incarnation is not None
-            self._container.releases.told(to.incarnation, ended)
         return value
 
     # --- values on their way ---

@@ -140,73 +140,41 @@ def test_many_from_everywhere_at_once(cluster):
     assert all(cluster.everywhere(has_none))
 
 
-def ending(monkeypatch, *workers):
-    """Leaves a context with each worker; the ids, and what messages tell of the end.
-
-    Nothing is sent before `remind(moment)`, the third result, says how late it is.
-    """
+def test_the_ends_of_contexts_that_were_left_are_told_once(threads, monkeypatch):
+    """After the block, without a call of their own to wait for."""
     told, left = [], []
-    agent, releases = here().agent, here().releases
+    agent = here().agent
     call = agent.call_async
 
     def note(to, kind, body, *rest):
         if kind == "autograd.release":
-            told.append((to.name, body[-1]))
+            told.extend((to.name, one) for one in body[-1])
         return call(to, kind, body, *rest)
 
     monkeypatch.setattr(agent, "call_async", note)
-    monkeypatch.setattr(releases._alarm, "_next", float("-inf"))  # it never rings
-    for to in workers:
+    for to in ("worker1", "worker1", "worker0"):
         with autograd.context() as context_id:
             rpc.rpc_sync(to, nothing)
         left.append(context_id)
-    return left, told, releases._remind
-
-
-def test_an_end_goes_along_with_the_next_request(threads, monkeypatch):
-    left, told, remind = ending(monkeypatch, "worker1", "worker1", "worker0")
     assert not any(map(has, left))
     with rpc.use_worker("worker1"):
-        assert [has(context_id) for context_id in left] == [False, True, False]
-    with autograd.context() as context_id:
-        rpc.rpc_sync("worker1", nothing)
-        with rpc.use_worker("worker1"):
-            assert [has(one) for one in (*left, context_id)] == [False] * 3 + [True]
-    # The last one has met no request; told twice is told once.
-    remind(float("inf"))
-    with rpc.use_worker("worker1"):
-        assert loses(context_id)
-    assert told == [("worker1", [context_id])]
-    assert remind(float("inf")) is None
-
-
-def test_ends_that_no_request_takes_along_are_told_in_time(threads, monkeypatch):
-    left, told, remind = ending(monkeypatch, "worker1")
-    upcoming = remind(0.0)
-    assert upcoming is not None
-    assert not told
-    assert remind(upcoming) is None
-    with rpc.use_worker("worker1"):
         assert all(map(loses, left))
-    assert told == [("worker1", left)]
+    # Once, unless an answer was late and the message was sent again.
+    assert list(dict.fromkeys(told)) == [("worker1", one) for one in left[:2]]
 
 
 def failing():
     raise ValueError("planted")
 
 
-def test_an_end_that_a_failed_request_took_along_is_told_again(threads, monkeypatch):
-    """Its answer did not say that the end was heard."""
-    left, told, remind = ending(monkeypatch, "worker1")
+def test_a_context_in_which_a_call_failed_ends_too(threads):
     with (
         autograd.context() as context_id,
         pytest.raises(ValueError, match="planted"),
     ):
         rpc.rpc_sync("worker1", failing)
-    remind(float("inf"))
     with rpc.use_worker("worker1"):
-        assert all(map(loses, [*left, context_id]))
-    assert {one for _, ids in told for one in ids} == {*left, context_id}
+        assert loses(context_id)
 
 
 def contexts_in_turn(count, calls):

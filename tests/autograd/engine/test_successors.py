@@ -85,5 +85,5 @@ def test_an_end_that_a_predecessor_told_is_told_to_its_successor(group):
         before = current.worker().directory.find("worker1").info
         replace(group)
         rpc.rpc_sync("worker1", doubled, args=(leaf(2),))
-        here().releases.end(context_id, "released", before.incarnation).wait(60)
+        here().releases.end([context_id], "released", before.incarnation).wait(60)
     assert not rpc.rpc_sync("worker1", has, args=(context_id,))
