@@ -246,7 +246,8 @@ class Traffic:
         return answer
 
 
-def _size(arrays):
+def _size(gradients):
+    arrays = [x for _, cotangents in gradients for x in cotangents if x is not None]
     return len(arrays), sum(array.nbytes for array in arrays)
 
 

@@ -22,11 +22,12 @@ from jdist.autograd.engine.replicated import ReplicaReduction
 from jdist.autograd.recording.errors import AutogradError, refused
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
-from jdist.rpc import Future, ProtocolError, RpcTimeout, RRef, WorkerInfo
+from jdist.rpc import Future, RpcTimeout, RRef, WorkerInfo
 from jdist.rpc.extension import (
     InterruptSafeLock,
     current,
     futures,
+    unpacked,
 )
 
 MODES = ("smart", "fast")
@@ -115,12 +116,13 @@ def _begin(
     mode: str,
     retain_graph: bool,
     deadline: current.Deadline,
+    outcome: Future[None] | None = None,
 ) -> LocalPass:
     engine, marks = engines.of(context.container), None
     if mode == "smart":
         starts = [root.edge.node for root in roots]
         marks = engine.mark(context.id, starts, deadline.remaining() or 0.0)
-    return engine.begin(context, roots, marks, retain_graph, deadline)
+    return engine.begin(context, roots, marks, retain_graph, deadline, outcome)
 
 
 def _pass(
@@ -145,20 +147,20 @@ def _pass(
     try:
         local_pass.drive()
         # Mostly it is over: this thread has brought each of its answers.
-        if not local_pass.over:
+        if not local_pass.outcome.done():
             _await(local_pass, context_id, agent.info.name)
     except BaseException as interrupt:
         # Such as Ctrl-C: the result of the pass is then no longer needed.
         told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
         local_pass.fail(PassFailure(agent.info.name, told))
         raise
-    local_pass.check()
+    local_pass.outcome.value()
     return local_pass
 
 
 def _await(local_pass: LocalPass, context_id: int, worker: str) -> None:
     """Waits for the end of a pass, and ends it at its deadline."""
-    done = local_pass.outcome()
+    done = local_pass.outcome
     if not futures.await_done(done, local_pass.deadline.at):
         waiting = local_pass.waits_for() or "the answers of other workers"
         late = RpcTimeout(
@@ -272,27 +274,36 @@ def install(container: Container) -> None:
     def answer(
         caller: WorkerInfo, body: object, meta: dict[str, object]
     ) -> Future[None]:
-        if type(body) is not tuple or [type(part) for part in body] != [
-            RRef, int, bool
-        ]:  # fmt: skip
-            raise ProtocolError("A reference, a context and a mode are needed.")
-        rref, context_id, retain_graph = body
+        rule = "A reference, a context and a mode are needed"
+        rref, context_id, retain_graph = unpacked(body, tuple[RRef, int, bool], rule)
         # Taken in the call: the pass begins later, on another thread.
         limit = current.deadline()
+        outcome: Future[None] = Future()
 
-        def begin(computed: Future[type]) -> LocalPass:
+        def begin(computed: Future[type]) -> None:
             computed.value()
             context = container.retrieve(context_id)
             seeds = _roots([rref.local_value()], None)
-            local_pass = _begin(context, seeds, "smart", retain_graph, limit)
+            local_pass = _begin(context, seeds, "smart", retain_graph, limit, outcome)
+
+            def given_up() -> None:
+                error = futures.error_of(outcome)
+                if isinstance(error, Exception):
+                    # The caller's deadline, say; a failure of the pass changes nothing.
+                    local_pass.fail(PassFailure(agent.info.name, error))
+
+            futures.call_when_done(outcome, given_up)
             # Without a thread that waits for its end.
             local_pass.begin()
-            return local_pass
+
+        def begun() -> None:
+            error = futures.error_of(beginning)
+            if error is not None:
+                futures.cancel(outcome, error)
 
         # A value that is not computed yet is waited for without a thread.
-        begun = rref.value_type(blocking=False).then(begin)
-        outcome: Future[None] = Future()
-        futures.call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
+        beginning = rref.value_type(blocking=False).then(begin)
+        futures.call_when_done(beginning, begun)
         return outcome
 
     agent.register(REFERENCE, answer)
@@ -321,30 +332,3 @@ def _backward_of_reference(
     else:
         body = (rref, context_id, bool(retain_graph))
         container.agent.call(rref.owner(), REFERENCE, body)
-
-
-def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> None:
-    """Completes `outcome` at the end of the pass, and ends the pass if cancelled."""
-    failed = futures.error_of(begun)
-    if failed is not None:
-        futures.cancel(outcome, failed)
-        return
-    local_pass = begun.value()
-
-    done = local_pass.outcome()
-
-    def over() -> None:
-        error = futures.error_of(done)
-        if error is not None:
-            futures.cancel(outcome, error)
-        elif not outcome.done():
-            outcome.set_result(None)
-
-    def given_up() -> None:
-        error = futures.error_of(outcome)
-        if isinstance(error, Exception) and not done.done():
-            # The caller has given up, and its deadline is that of the pass.
-            local_pass.fail(PassFailure(worker, error))
-
-    futures.call_when_done(done, over)
-    futures.call_when_done(outcome, given_up)

@@ -11,7 +11,6 @@ request of that worker. The `Engine` has the passes by their ids and takes the m
 import contextlib
 import contextvars
 import functools
-import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,15 +26,13 @@ from jdist.autograd.engine.messages import (
     END,
     GRADIENTS,
     REACH,
+    TERMS,
     GradientAnswer,
-    GradientRequest,
     MessageGradient,
     PassFailure,
     PassTerms,
-    StarvingSend,
-    unpack_end,
-    unpack_reach,
-    unpack_reached,
+    pack_gradients,
+    unpack_gradients,
 )
 from jdist.autograd.engine.termination_detector import (
     TerminationDetector,
@@ -67,6 +64,7 @@ from jdist.rpc.extension import (
     current,
     futures,
     incarnation_of,
+    unpacked,
 )
 
 STATE = "jdist.autograd.engine"
@@ -281,14 +279,16 @@ class LocalPass:
       engine: The worker's engine.
       context: The context of the pass.
       terms: The pass, as messages describe it.
-      marks: In SMART mode, the ids of the messages that take part, of all workers.
       deadline: When to give up.
       roots: On the worker where the pass begins, its roots; else None.
+      outcome: See below.
 
     Attributes:
       terms: The argument of the same name.
       deadline: The argument of the same name.
-      over: On the worker where the pass began: whether it has ended.
+      over: On the worker where the pass began, or where it failed: whether it has
+        ended.
+      outcome: Completed at the end, on the same workers.
       withheld: Gradients of replicated variables, which do not count before they are
         reduced; None where the pass began without a reduction.
     """
@@ -298,20 +298,20 @@ class LocalPass:
         engine: "Engine",
         context: Context,
         terms: PassTerms,
-        marks: Sequence[int] | None,
         deadline: current.Deadline,
         roots: Sequence[Root] | None = None,
+        outcome: Future[None] | None = None,
     ) -> None:
         self.terms = terms
         self.deadline = deadline
         self.over = False
+        self.outcome: Future[None] = Future() if outcome is None else outcome
         self.withheld: dict[Variable, PyTree] | None = None
         self._engine = engine
         self._context = context
         self._container = context.container
         self._agent = context.container.agent
         self._me = self._agent.info.name
-        self._marks = marks
         self._roots = roots
         # A default timeout limits the pass as a whole, and not each of its steps.
         limit = deadline if deadline.firm else current.NEVER
@@ -324,20 +324,15 @@ class LocalPass:
         # Gradients of variables here, which count once all nodes here have run.
         self._staged: dict[Variable, PyTree] = {}
         self._committed = False
-        # Incarnations of the workers that certainly know the marks.
-        self._told: set[int] = set()
         self._failure: PassFailure | None = None
-        # Where it began: what waits for the end. Mostly nothing: the pass is over when
-        # `drive` returns.
-        self._followers: list[Future[None]] = []
         # The thread that called `backward`, and the request that it will send next.
         self._driver: int | None = None
-        self._inline: tuple[int, GradientRequest] | None = None
+        self._inline: tuple[int, list[MessageGradient]] | None = None
 
     # --- events, from any thread ---
 
     def begin(self) -> None:
-        """Starts the pass on the worker where it begins; see `outcome`."""
+        """Starts the pass on the worker where it begins."""
         self._put(self._begin)
 
     def drive(self) -> None:
@@ -348,34 +343,18 @@ class LocalPass:
         # This thread waits for the end anyway: it sends the request and reads the
         # answer itself, without a hand-off to another thread.
         while self._inline is not None:
-            (peer, request), self._inline = self._inline, None
-            self._conclude(peer, partial(self._exchange, peer, request))
+            (peer, gradients), self._inline = self._inline, None
+            self._conclude(peer, partial(self._exchange, peer, gradients))
         self._driver = None
 
-    def outcome(self) -> Future[None]:
-        """Returns a future that is completed at the end of the pass, by its outcome."""
-        future: Future[None] = Future()
-        # A step: the end of the pass, which is one too, comes before it or after it.
-        self._put_always(partial(self._follow, future))
-        return future
-
-    def check(self) -> None:
-        """Raises the error of a pass that has failed."""
-        if self._failure is not None:
-            raise self._failure.exception()
-
-    def receive(self, request: GradientRequest, unanswered: UnansweredRequest) -> None:
+    def receive(
+        self, gradients: Sequence[MessageGradient], unanswered: UnansweredRequest
+    ) -> None:
         """Handles a request with gradients."""
         self._put(
-            partial(self._received, request, unanswered),
+            partial(self._received, gradients, unanswered),
             partial(self._refuse, unanswered),
         )
-
-    def answer(self, unanswered: UnansweredRequest) -> Future[Reply]:
-        """Returns a future of the answer to a request that was received."""
-        future: Future[Reply] = Future()
-        self._put_always(partial(unanswered.follow, future))  # as in `outcome`
-        return future
 
     def fail(self, failure: PassFailure) -> None:
         """Fails the pass on all workers."""
@@ -407,37 +386,33 @@ class LocalPass:
         """Queues `step()`, or `otherwise` if the pass has failed."""
         self._steps.put(partial(self._take, step, otherwise))
 
-    def _put_always(self, step: Step) -> None:
-        # Not into the queue itself: a step that runs leaves the nodes that are ready to
-        # the one that waits, whichever that is.
-        self._put(step, lambda failure: step())
-
     # --- requests to other workers ---
 
-    def _exchange(self, peer: int, request: GradientRequest) -> Any:
-        return self._agent.exchange(self._outgoing(peer, request))
+    def _exchange(self, peer: int, gradients: Sequence[MessageGradient]) -> Any:
+        return self._agent.exchange(self._outgoing(peer, gradients))
 
-    def _send(self, peer: int, request: GradientRequest) -> None:
+    def _send(self, peer: int, gradients: Sequence[MessageGradient]) -> None:
         """Sends a request; its answer will be a step."""
-        future = self._agent.request(self._outgoing(peer, request))
+        future = self._agent.request(self._outgoing(peer, gradients))
         futures.call_when_done(future, partial(self._conclude, peer, future.value))
 
     def _conclude(self, peer: int, exchanged: Callable[[], GradientAnswer]) -> None:
         """Takes the answer to a request, or its error, as a step."""
         try:
-            step = partial(self._answered, peer, exchanged())
+            step = partial(self._answered, exchanged())
         except Exception as error:  # noqa: BLE001 - the step passes it on
             step = partial(self._end, PassFailure(self._name_of(peer), error))
         self._put(step)
 
-    def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
+    def _outgoing(self, peer: int, gradients: Sequence[MessageGradient]) -> Outgoing:
         to, limit = self._container.peer(peer), self.deadline
-        body, meta = request.pack(to_numpy=self._container.takes_numpy(peer))
+        body = pack_gradients(gradients, self._container.takes_numpy(peer))
         if not limit.firm:
             seconds = 0.0 if limit.at is None else current.DEFAULT
             limit = current.resolve(
                 seconds, self._agent.default_timeout, current.deadline()
             )
+        meta: dict[str, Any] = {TERMS: self.terms}
         unpack = GradientAnswer.unpack
         return Outgoing(to, GRADIENTS, body, meta, limit, _BACKWARD, unpack)
 
@@ -466,16 +441,16 @@ class LocalPass:
         if self._sweep is not None:
             return
         context = self._context
-        if self.terms.smart:
+        if self.terms.marks is None:
+            sends = context.send_functions()
+        else:
             # Unmarked send functions take no part: nothing is waited for at them.
             mine = self._container.ids.worker
             sends = {
                 mark: context.sends.get(mark) or self._no_send(mark)
-                for mark in self._marks or ()
+                for mark in self.terms.marks
                 if maker(mark) == mine
             }
-        else:
-            sends = context.send_functions()
         roots = self._roots or ()
         # Roots and marked sends are the only places to which cotangents come from
         # outside.
@@ -488,37 +463,25 @@ class LocalPass:
             sweep.arrive(node)
 
     def _received(
-        self, request: GradientRequest, unanswered: UnansweredRequest
+        self, gradients: Sequence[MessageGradient], unanswered: UnansweredRequest
     ) -> None:
         """Takes a request with gradients."""
-        self._told.add(unanswered.peer)
         self._detector.asked(unanswered)
         self._begin()
-        self._feed(request.gradients)
+        self._feed(gradients)
 
     def _refuse(self, unanswered: UnansweredRequest, failure: PassFailure) -> None:
         """Answers a request for a pass that has failed."""
-        unanswered.complete(GradientAnswer((), {}, failure).pack())
+        unanswered.answer.set_result(GradientAnswer((), {}, failure).pack())
 
-    def _answered(self, peer: int, answer: GradientAnswer) -> None:
+    def _answered(self, answer: GradientAnswer) -> None:
         """Takes the answer to a request."""
-        self._told.add(peer)
         if answer.failure is not None:
             self._end(answer.failure)
             return
         self._feed(answer.gradients)
-        if answer.reports:
-            self._detector.heard(answer.reports)
+        self._detector.heard(answer.news)
         self._detector.outstanding -= 1
-
-    def _follow(self, future: Future[None]) -> None:
-        """Completes `future` at the end of the pass."""
-        if not self.over:
-            self._followers.append(future)
-        elif self._failure is None:
-            future.set_result(None)
-        else:
-            future.set_exception(self._failure.exception())
 
     def _feed(self, gradients: Sequence[MessageGradient]) -> None:
         """Passes received gradients to the send functions of their messages."""
@@ -609,8 +572,7 @@ class LocalPass:
             self._answer(unanswered)
         if detector.outstanding:
             return
-        waiting = self._awaited.items()
-        detector.waits_for(tuple(itertools.starmap(_starving, waiting)))
+        detector.waits_for(self._awaited)
         engager = detector.disengage()
         if engager is not None:
             self._answer(engager)
@@ -633,26 +595,22 @@ class LocalPass:
         self._committed = True
 
     def _request(self, peer: int, gradients: list[MessageGradient]) -> None:
-        # The marks go along until that worker has answered once: a later request may
-        # overtake the first one.
-        marks = None if peer in self._told else self._marks
         # Counted before it is sent: the answer may come within the call that sends it.
         self._detector.outstanding += 1
         _make_ready(gradients)
-        request = GradientRequest(self.terms, marks, gradients)
         if self._driver == threading.get_ident() and self._inline is None:
             # One request at a time is the driver's own; further ones go by other
             # threads.
-            self._inline = (peer, request)
+            self._inline = (peer, gradients)
         else:
-            self._send(peer, request)
+            self._send(peer, gradients)
 
     def _answer(self, unanswered: UnansweredRequest) -> None:
         gradients = self._outbox.pop(unanswered.peer, [])
         _make_ready(gradients)
-        answer = GradientAnswer(gradients, self._detector.news())
-        # Callbacks of its future run within this step: rpc sends the answer.
-        unanswered.complete(answer.pack())
+        answer = GradientAnswer(gradients, self._detector.take_news())
+        # Callbacks of the future run within this step: rpc sends the answer.
+        unanswered.answer.set_result(answer.pack())
 
     def _name_of(self, incarnation: int) -> str:
         peer = self._agent.directory.of_incarnation(incarnation)
@@ -665,18 +623,17 @@ class LocalPass:
         starving = self._detector.starving()
         if starving:
             # Quiet, and yet a send function waits: its gradient will never come.
-            worker = next(iter(starving))
+            worker = next(iter(starving.values())).worker
             # For the message alone: which receptions the roots have nothing to do with.
             reached = {} if self._sweep is None else self._sweep.counts
             recvs = self._context.recv_functions().values()
             unreached = [recv for recv in recvs if recv not in reached]
-            told = explain(starving, unreached, self.terms.smart)
+            told = explain(starving, unreached, self.terms.marks is not None)
             self._end(PassFailure(worker, UnusedSend(worker, told)))
             return
         self._engine.forget(self)
         self.over = True
-        for future in self._followers:
-            future.set_result(None)
+        self.outcome.set_result(None)
 
     def _end(self, failure: PassFailure) -> None:
         """Ends a failed pass: tells all workers and drops its state."""
@@ -691,16 +648,11 @@ class LocalPass:
         waiting = [*self._detector.take_others(), self._detector.disengage()]
         for unanswered in waiting:
             if unanswered is not None:
-                unanswered.complete(answer)
+                unanswered.answer.set_result(answer)
         self._engine.forget(self)
         self._engine.tell_failed(self._context, self.terms, failure)
         self.over = True
-        followers, error = self._followers, failure.exception()
-        callbacks = [
-            futures.complete(future, None, error) or () for future in followers
-        ]
-        for callback in itertools.chain.from_iterable(callbacks):
-            callback()
+        futures.cancel(self.outcome, failure.exception())
 
 
 def _make_ready(gradients: list[MessageGradient]) -> None:
@@ -711,10 +663,6 @@ def _make_ready(gradients: list[MessageGradient]) -> None:
                 # Before it is sent: what fails on a device here must not appear as the
                 # receiver's.
                 cotangent.block_until_ready()
-
-
-def _starving(message_id: int, node: SendNode) -> StarvingSend:
-    return StarvingSend(message_id, node.worker, node.name)
 
 
 # --- all passes of a worker ---
@@ -749,14 +697,15 @@ class Engine:
         self,
         context: Context,
         roots: Sequence[Root],
-        marks: Sequence[int] | None,
+        marks: list[int] | None,
         retain_graph: bool,
         deadline: current.Deadline,
+        outcome: Future[None] | None = None,
     ) -> LocalPass:
-        """Starts a pass here; `marks` as for `LocalPass`, None in FAST mode."""
+        """Enters a pass that begins here; see `LocalPass` and `PassTerms`."""
         pass_id = self._container.ids.backward_pass()
-        terms = PassTerms(context.id, pass_id, marks is not None, retain_graph)
-        made = LocalPass(self, context, terms, marks, deadline, roots)
+        terms = PassTerms(context.id, pass_id, retain_graph, marks)
+        made = LocalPass(self, context, terms, deadline, roots, outcome)
         return self._enter(context, made)
 
     def mark(
@@ -791,7 +740,8 @@ class Engine:
                 for worker, ids in by_worker.items()
             ]
             for answer in answers:
-                more, further = unpack_reached(answer.wait())
+                rule = "The answer has ids of messages"
+                more, further = unpacked(answer.wait(), tuple[set[int], set[int]], rule)
                 known |= more
                 beyond |= further
         return sorted(known)
@@ -857,28 +807,31 @@ class Engine:
     def _on_gradients(
         self, caller: WorkerInfo, body: object, meta: dict[str, object]
     ) -> Reply | Future[Reply]:
-        request = GradientRequest.unpack(body, meta)
-        terms = request.terms
+        terms = unpacked(meta.get(TERMS), PassTerms, "No request with gradients")
+        gradients = unpack_gradients(body)
         context = self._container.retrieve(terms.context_id)
         found = self._passes.get(terms[:2])
         if found is None:
             limit = current.deadline()
-            made = LocalPass(self, context, terms, request.marks, limit)
+            made = LocalPass(self, context, terms, limit)
             found = self._enter(context, made)
         # Only now: a pass that was entered is ended by the message of its end.
         if self._failed:
             failure = self._ended.get(terms.pass_id)
             if failure is not None:
                 found.fail(failure)
-        unanswered = UnansweredRequest(incarnation_of(caller))
-        found.receive(request, unanswered)
-        # Mostly it is there, and is sent by this thread without a future.
-        return unanswered.reply or found.answer(unanswered)
+        answer: Future[Reply] = Future()
+        found.receive(gradients, UnansweredRequest(incarnation_of(caller), answer))
+        # Mostly it is there, and is sent by this thread without a callback.
+        return answer.value() if answer.done() else answer
 
     def _on_end(
         self, caller: WorkerInfo, body: object, meta: dict[str, object]
     ) -> None:
-        context_id, pass_id, failure = unpack_end(body)
+        rule = "The end of a pass has a context, a pass and a failure"
+        kind = tuple[int, int, str, Exception]
+        context_id, pass_id, *told = unpacked(body, kind, rule)
+        failure = PassFailure(*told)
         context = self._container.find(context_id)
         with self._lock:
             # A pass that was ended here has told this worker's neighbours already.
@@ -890,13 +843,14 @@ class Engine:
             found.fail(failure)
         else:
             # The end came before the first gradient: the workers beyond must know, too.
-            terms = PassTerms(context_id, pass_id, False, False)
+            terms = PassTerms(context_id, pass_id, False, None)
             self.tell_failed(context, terms, failure)
 
     def _on_reach(
         self, caller: WorkerInfo, body: object, meta: Mapping[str, object]
     ) -> tuple[list[int], list[int]]:
-        context_id, ids = unpack_reach(body)
+        rule = "What is asked for is a context and ids of messages"
+        context_id, ids = unpacked(body, tuple[int, list[int]], rule)
         sends = self._container.retrieve(context_id).send_functions()
         # A send that has failed, say. To leave it out would end a SMART pass without
         # its gradient.

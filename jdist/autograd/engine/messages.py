@@ -2,18 +2,16 @@
 
 A *gradient* is the cotangents of one message of the forward pass, by its id. A request
 carries gradients for the callee's send functions, the answer to it gradients for the
-caller's. Arrays go in the body; everything else, and which cotangents are absent, goes
-in the metadata. An absent cotangent is a missing position and takes no bytes at all.
+caller's. Both go in the body, absent cotangents as None; all else in the metadata.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from jdist.autograd.contexts import are_ids
 from jdist.autograd.recording.errors import BackwardError
-from jdist.autograd.recording.node import Cotangent, Numbers, light
+from jdist.autograd.recording.node import Cotangent, light
 from jdist.rpc import ProtocolError, RpcError
 from jdist.rpc.extension import Reply, unpacked
 
@@ -26,10 +24,14 @@ END = "autograd.end"
 REACH = "autograd.reach"
 """Kind of the requests that ask for the reach of send functions."""
 
-_FIELD = "gradients"
+TERMS = "terms"
+"""The entry of a request's metadata that holds its `PassTerms`."""
+
+_NEWS = "news"
+"""The entry of an answer's metadata that holds its news; None for a failure."""
 
 
-class MessageGradient(msgspec.Struct, frozen=True):
+class MessageGradient(NamedTuple):
     """The cotangents of the recorded arrays of one message.
 
     Attributes:
@@ -45,30 +47,16 @@ class StarvingSend(NamedTuple):
     """A send function whose gradient has not come.
 
     Attributes:
-      message_id: Id of its message.
-      peer: Name of the worker that it was sent to.
+      worker: Name of the worker that waits for it.
       name: Name of the send function.
     """
 
-    message_id: int
-    peer: str
+    worker: str
     name: str
 
 
-class StarvationReport(NamedTuple):
-    """The send functions that one worker waits for while it has no work.
-
-    Attributes:
-      number: Counts this worker's reports; a later one replaces an earlier one.
-      starving: The send functions.
-    """
-
-    number: int
-    starving: tuple[StarvingSend, ...]
-
-
-Reports = Mapping[str, StarvationReport]
-"""Reports by name of the worker."""
+News = Mapping[int, StarvingSend | None]
+"""By message id what workers without work wait for; None once it has come."""
 
 
 class PassTerms(NamedTuple):
@@ -77,33 +65,15 @@ class PassTerms(NamedTuple):
     Attributes:
       context_id: Id of the context.
       pass_id: Id of the pass; unique in the group.
-      smart: Whether it is SMART mode.
       retain_graph: Whether the functions can be run again.
+      marks: In SMART mode, the ids of the messages that take part, of all workers; None
+        in FAST mode.
     """
 
     context_id: int
     pass_id: int
-    smart: bool
     retain_graph: bool
-
-
-_Row = tuple[int, int, list[int]]
-"""A gradient without its arrays: message id, size, positions that are not absent."""
-
-
-class _RequestHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The metadata of a request with gradients."""
-
-    terms: PassTerms
     marks: list[int] | None
-    rows: list[_Row]
-
-
-class _AnswerHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The metadata of an answer, with the reports of workers by their names."""
-
-    rows: list[_Row]
-    told: list[tuple[str, StarvationReport]]
 
 
 class PassFailure(NamedTuple):
@@ -132,81 +102,32 @@ class PassFailure(NamedTuple):
         told.__cause__ = self.error
         return told
 
-    @classmethod
-    def unpack(cls, value: object) -> "PassFailure":
-        """Decodes a failure.
-
-        Raises:
-          ProtocolError: The value is no failure.
-        """
-        rule = "A failure has the name of a worker and an exception"
-        found: PassFailure = unpacked(value, cls, rule)
-        return found
-
 
 # msgspec reads the types of a class's fields at its first use, and another thread that
 # uses the class meanwhile ends the process (0.22). An import has one thread.
-for _kind in (_RequestHeader, _AnswerHeader, PassFailure):
+for _kind in (PassTerms, StarvingSend, PassFailure):
     msgspec.msgpack.Decoder(_kind)
 
 
-class GradientRequest(msgspec.Struct, frozen=True):
-    """A message with gradients.
-
-    Attributes:
-      terms: Description of the pass.
-      marks: In SMART mode, the ids of all marked messages; None if sent before.
-      gradients: Gradients for send functions of the callee.
-    """
-
-    terms: PassTerms
-    marks: Sequence[int] | None
-    gradients: Sequence[MessageGradient]
-
-    def pack(self, to_numpy: bool = False) -> tuple[list[Numbers], dict[str, object]]:
-        """Encodes the request as a body and metadata.
-
-        Args:
-          to_numpy: Whether small arrays go as NumPy's.
-        """
-        rows, arrays = _flat(self.gradients)
-        if to_numpy:
-            arrays = list(map(light, arrays))
-        marks = None if self.marks is None else list(self.marks)
-        return arrays, {_FIELD: [self.terms, marks, rows]}
-
-    @classmethod
-    def unpack(cls, body: object, meta: dict[str, object]) -> "GradientRequest":
-        """Decodes a request.
-
-        Raises:
-          ProtocolError: The message is malformed.
-        """
-        found = meta.get(_FIELD)
-        header = unpacked(found, _RequestHeader, "No request with gradients")
-        return cls(header.terms, header.marks, _restored(header.rows, body))
-
-
-class GradientAnswer(msgspec.Struct, frozen=True):
+class GradientAnswer(NamedTuple):
     """The answer to a message with gradients.
 
     Attributes:
       gradients: Gradients for send functions of the caller.
-      reports: Reports of the callee and the workers that it asked, where they have
+      news: What the callee and the workers that it asked wait for, as far as it has
         changed.
       failure: The failure that ended the pass on the callee, if any.
     """
 
     gradients: Sequence[MessageGradient]
-    reports: Reports
+    news: News
     failure: PassFailure | None = None
 
     def pack(self) -> Reply:
         """Encodes the answer as a handler's reply."""
         if self.failure is not None:
-            return Reply(tuple(self.failure), {_FIELD: None})
-        rows, arrays = _flat(self.gradients)
-        return Reply(arrays, {_FIELD: [rows, list(self.reports.items())]})
+            return Reply(tuple(self.failure), {_NEWS: None})
+        return Reply(pack_gradients(self.gradients), {_NEWS: self.news})
 
     @classmethod
     def unpack(cls, body: object, meta: dict[str, object]) -> "GradientAnswer":
@@ -215,77 +136,35 @@ class GradientAnswer(msgspec.Struct, frozen=True):
         Raises:
           ProtocolError: The message is malformed.
         """
-        found = meta.get(_FIELD, ())
+        found = meta.get(_NEWS, ())
         if found is None:
-            return cls((), {}, PassFailure.unpack(body))
-        header = unpacked(found, _AnswerHeader, "No answer to gradients")
-        return cls(_restored(header.rows, body), dict(header.told))
+            rule = "A failure has the name of a worker and an exception"
+            return cls((), {}, unpacked(body, PassFailure, rule))
+        news = unpacked(found, dict[int, StarvingSend | None], "No answer to gradients")
+        return cls(unpack_gradients(body), news)
 
 
-def unpack_end(body: object) -> tuple[int, int, PassFailure]:
-    """Decode the context, pass and failure of a pass that has ended.
-
-    Raises:
-      ProtocolError: The message is malformed.
-    """
-    if type(body) is not tuple or [type(part) for part in body[:2]] != [int, int]:
-        raise ProtocolError("The end of a pass names a context and a pass.")
-    return body[0], body[1], PassFailure.unpack(body[2:])
-
-
-def unpack_reach(body: object) -> tuple[int, list[int]]:
-    """Decode the context and message ids of a question for reach.
-
-    Raises:
-      ProtocolError: The message is malformed.
-    """
-    if type(body) is tuple and len(body) == 2:
-        context_id, ids = body
-        if type(context_id) is int and are_ids(ids):
-            return context_id, ids
-    raise ProtocolError("What is asked for is a context and ids of messages.")
+def pack_gradients(
+    gradients: Iterable[MessageGradient], to_numpy: bool = False
+) -> list[tuple[int, list[Cotangent]]]:
+    """Encodes gradients; small arrays as NumPy's if `to_numpy`."""
+    return [
+        (
+            message_id,
+            [light(x) if to_numpy and x is not None else x for x in cotangents],
+        )
+        for message_id, cotangents in gradients
+    ]
 
 
-def unpack_reached(body: object) -> tuple[set[int], set[int]]:
-    """Decode the answer to a question for reach: see `reached_from`.
+def unpack_gradients(body: object) -> list[MessageGradient]:
+    """Decodes gradients.
 
     Raises:
       ProtocolError: The message is malformed.
     """
-    if type(body) is tuple and len(body) == 2 and all(map(are_ids, body)):
-        return set(body[0]), set(body[1])
-    raise ProtocolError("The answer has ids of messages.")
-
-
-def _flat(gradients: Sequence[MessageGradient]) -> tuple[list[_Row], list[Numbers]]:
-    rows: list[_Row] = []
-    arrays: list[Numbers] = []
-    for gradient in gradients:
-        there = []
-        for position, value in enumerate(gradient.cotangents):
-            if value is not None:
-                there.append(position)
-                arrays.append(value)
-        rows.append((gradient.message_id, len(gradient.cotangents), there))
-    return rows, arrays
-
-
-def _restored(rows: Sequence[_Row], arrays: object) -> list[MessageGradient]:
-    if type(arrays) is not list:
-        raise ProtocolError("Gradients are rows and arrays.")
-    taken, gradients = 0, []
-    for message_id, size, there in rows:
-        # Checked before anything is allocated: the sender may be hostile.
-        twice = len(set(there)) < len(there)
-        if twice or (there and not 0 <= min(there) <= max(there) < size):
-            raise ProtocolError("A gradient has more positions than its size.")
-        if len(there) > len(arrays) - taken:
-            raise ProtocolError("A gradient has fewer arrays than positions.")
-        cotangents: list[Cotangent] = [None] * size
-        for position in there:
-            cotangents[position] = arrays[taken]
-            taken += 1
-        gradients.append(MessageGradient(message_id, cotangents))
-    if taken < len(arrays):
-        raise ProtocolError("There are more arrays than gradients have positions.")
-    return gradients
+    rows = body if type(body) is list else [body]
+    for row in rows:
+        if type(row) is not tuple or [type(part) for part in row] != [int, list]:
+            raise ProtocolError("A gradient has a message's id and cotangents.")
+    return list(map(MessageGradient._make, rows))

@@ -12,44 +12,25 @@ Source: Dijkstra and Scholten, Termination detection for diffusing computations,
 Information Processing Letters 11(1), 1980.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
-from jdist.autograd.recording.node import RecvNode
+from jdist.autograd.engine.messages import News, StarvingSend
+from jdist.autograd.recording.node import RecvNode, SendNode
 from jdist.rpc import Future
 from jdist.rpc.extension import Reply
 
 
-class UnansweredRequest:
-    """A request that has not been answered; used by the steps of one pass only.
-
-    Args:
-      peer: Incarnation of the worker that waits for the answer.
+class UnansweredRequest(NamedTuple):
+    """A request that has not been answered.
 
     Attributes:
-      peer: The argument of the same name.
-      reply: The answer, once it is there.
+      peer: Incarnation of the worker that waits for the answer.
+      answer: The answer, once it is there.
     """
 
-    __slots__ = ("_future", "peer", "reply")
-
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-        self.reply: Reply | None = None
-        # On demand: most requests are answered by the thread that brings them.
-        self._future: Future[Reply] | None = None
-
-    def complete(self, reply: Reply) -> None:
-        """Answers the request."""
-        self.reply = reply
-        if self._future is not None:
-            self._future.set_result(reply)
-
-    def follow(self, future: Future[Reply]) -> None:
-        """Completes `future` with the answer, now or when it is there."""
-        self._future = future
-        if self.reply is not None:
-            future.set_result(self.reply)
+    peer: int
+    answer: Future[Reply]
 
 
 class TerminationDetector:
@@ -63,6 +44,7 @@ class TerminationDetector:
       outstanding: Number of its own requests that are unanswered.
       engager: The request that engaged it; None at rest and at the root.
       others: The other requests, to be answered as soon as there is no work.
+      news: What workers wait for, as far as it was not passed on.
     """
 
     def __init__(self, worker: str, root: bool) -> None:
@@ -71,9 +53,9 @@ class TerminationDetector:
         self.others: list[UnansweredRequest] = []
         self._worker = worker
         self._root = root
-        self._reports: dict[str, StarvationReport] = {}
-        self._news: set[str] = set()
-        self._number = 0
+        self.news: dict[int, StarvingSend | None] = {}
+        # The messages that this worker has said to wait for.
+        self._told: set[int] = set()
 
     def asked(self, request: UnansweredRequest) -> None:
         """Records a request, which engages a worker at rest."""
@@ -101,60 +83,47 @@ class TerminationDetector:
         engager, self.engager = self.engager, None
         return engager
 
-    def heard(self, reports: Reports) -> None:
-        """Records other workers' reports."""
-        for worker, report in reports.items():
-            known = self._reports.get(worker)
-            # Reports travel by several paths, so an older one may arrive later.
-            if known is None or known.number < report.number:
-                self._reports[worker] = report
-                self._news.add(worker)
+    def heard(self, news: News) -> None:
+        """Records what workers wait for."""
+        for message_id, starving in news.items():
+            # News travel by several paths: that a gradient has come may be heard first.
+            if starving is None or message_id not in self.news:
+                self.news[message_id] = starving
 
-    def waits_for(self, starving: tuple[StarvingSend, ...]) -> None:
+    def waits_for(self, awaited: Mapping[int, SendNode]) -> None:
         """Records the send functions that this worker waits for before it rests."""
-        known = self._reports.get(self._worker)
-        # Unchanged reports are not sent again.
-        if starving != (() if known is None else known.starving):
-            self._number += 1
-            self._reports[self._worker] = StarvationReport(self._number, starving)
-            self._news.add(self._worker)
+        for message_id in self._told - awaited.keys():
+            self.news[message_id] = None
+        for message_id in awaited.keys() - self._told:
+            starving = StarvingSend(self._worker, awaited[message_id].name)
+            self.news[message_id] = starving
+        self._told = set(awaited)
 
-    def news(self) -> Reports:
-        """Takes the reports that have changed since they were last taken."""
-        if not self._news:
-            return {}
+    def take_news(self) -> News:
+        """Takes what was heard since this was last called."""
         # Sorted, so that a pass sends the same bytes from run to run.
-        news = {worker: self._reports[worker] for worker in sorted(self._news)}
-        self._news.clear()
+        news, self.news = dict(sorted(self.news.items())), {}
         return news
 
-    def starving(self) -> Mapping[str, tuple[StarvingSend, ...]]:
-        """Lists the send functions that workers wait for, by worker's name."""
-        if not self._reports:
-            return {}
-        return {
-            worker: report.starving
-            for worker, report in self._reports.items()
-            if report.starving
-        }
+    def starving(self) -> dict[int, StarvingSend]:
+        """Finds what workers wait for once the pass is quiet, by message id."""
+        found = sorted(self.news.items())
+        return {message_id: one for message_id, one in found if one is not None}
 
 
 def explain(
-    starving: Mapping[str, Sequence[StarvingSend]],
-    unreached: Sequence[RecvNode],
-    smart: bool,
+    starving: Mapping[int, StarvingSend], unreached: Iterable[RecvNode], smart: bool
 ) -> str:
     """Format the error of a quiet pass whose send functions lack gradients.
 
     Args:
-      starving: Send functions without a gradient, by the name of their worker.
+      starving: Send functions without a gradient, by the id of their message.
       unreached: Receive functions here that the roots do not reach.
       smart: Whether it is SMART mode.
     """
     waits = "; ".join(
-        f"{one.name} (message {one.message_id}, on {worker!r})"
-        for worker, sends in starving.items()
-        for one in sends
+        f"{one.name} (message {message_id}, on {one.worker!r})"
+        for message_id, one in starving.items()
     )
     if smart:
         return (

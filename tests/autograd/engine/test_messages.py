@@ -1,4 +1,4 @@
-"""Gradient messages: an absent gradient takes no bytes; malformed ones are refused."""
+"""Messages of passes: absent cotangents travel as None; malformed ones are refused."""
 
 import re
 import subprocess
@@ -8,48 +8,43 @@ import pytest
 
 from jdist.autograd import AutogradError
 from jdist.autograd.engine.messages import (
+    END,
+    GRADIENTS,
+    REACH,
     GradientAnswer,
-    GradientRequest,
     MessageGradient,
     PassFailure,
     PassTerms,
-    StarvationReport,
     StarvingSend,
-    unpack_end,
-    unpack_reach,
-    unpack_reached,
+    pack_gradients,
+    unpack_gradients,
 )
 from jdist.autograd.recording.errors import BackwardError
 from jdist.rpc import ProtocolError, WorkerLost
+from jdist.rpc.base import current
 
-TERMS = PassTerms(5, 6, True, False)
+TERMS = PassTerms(5, 6, False, [7, 8])
 
 
-def test_requests_arrive_as_they_were_and_absent_cotangents_do_not_travel(rng):
+def test_gradients_arrive_as_they_were(rng):
     some = [rng.normal(size=size) for size in (2, 3, 5)]
     gradients = [
         MessageGradient(7, [None, some[0], None]),
         MessageGradient(8, [None]),
         MessageGradient(9, [some[1], some[2]]),
     ]
-    body, meta = GradientRequest(TERMS, [7, 8, 9], gradients).pack()
-    assert [id(array) for array in body] == [id(array) for array in some]
-    assert GradientRequest.unpack(body, meta) == GradientRequest(
-        TERMS, [7, 8, 9], gradients
-    )
-    body, meta = GradientRequest(TERMS, None, []).pack()
-    assert GradientRequest.unpack(body, meta) == GradientRequest(TERMS, None, [])
+    body = pack_gradients(gradients)
+    assert body[0] == (7, [None, some[0], None])
+    assert unpack_gradients(body) == gradients
+    assert unpack_gradients(pack_gradients([])) == []
 
 
 def test_answers_arrive_as_they_were(rng):
     gradients = [MessageGradient(7, [rng.normal(size=4), None])]
-    reports = {
-        "c": StarvationReport(3, (StarvingSend(11, "d", "send f to d"),)),
-        "d": StarvationReport(1, ()),
-    }
-    reply = GradientAnswer(gradients, reports).pack()
+    news = {11: StarvingSend("c", "send f to d"), 12: None}
+    reply = GradientAnswer(gradients, news).pack()
     arrived = GradientAnswer.unpack(reply.value, reply.meta)
-    assert arrived == GradientAnswer(gradients, reports)
+    assert arrived == GradientAnswer(gradients, news)
 
 
 def test_failures_arrive_in_place_of_gradients():
@@ -61,45 +56,40 @@ def test_failures_arrive_in_place_of_gradients():
     )
 
 
-def field(position, value):
-    _, meta = GradientRequest(TERMS, [7], []).pack()
-    meta["gradients"][position] = value
-    return meta
+def terms(position, value):
+    changed = list(TERMS)
+    changed[position] = value
+    return {"terms": changed}
 
 
 NO_REQUESTS = {
     "without metadata": ([], {}, "No request with gradients: Expected `array`"),
-    "too short": ([], {"gradients": [1]}, "No request with gradients: Expected"),
-    "too long": ([], {"gradients": [TERMS, [], [], 1]}, "at most length 3"),
-    "id": ([], field(0, ["5", 6, True, False]), "`int`, got `str` - at `$[0][0]`"),
-    "truth": ([], field(0, [True, 6, True, False]), "got `bool` - at `$[0][0]`"),
-    "mode": ([], field(0, [5, 6, 1, False]), "`bool`, got `int` - at `$[0][2]`"),
-    "marks": ([], field(1, ["7"]), "`int`, got `str` - at `$[1][0]`"),
-    "rows": ([], field(2, 1), "`array`, got `int` - at `$[2]`"),
-    "body": ({}, field(2, []), "rows and arrays"),
-    "row": ([], field(2, [[7]]), "length 3, got 1 - at `$[2][0]`"),
-    "row of texts": ([], field(2, [["7", 1, []]]), "got `str` - at `$[2][0][0]`"),
-    "positions": ([1], field(2, [[7, 1, [1]]]), "more positions than its size"),
-    "negative": ([1], field(2, [[7, 1, [-1]]]), "more positions than its size"),
-    "too many": ([1, 1], field(2, [[7, 1, [0, 0]]]), "more positions than its size"),
-    "arrays": ([], field(2, [[7, 1, [0]]]), "fewer arrays than positions"),
-    "more arrays": ([1, 2], field(2, [[7, 1, [0]]]), "more arrays than"),
+    "too short": ([], {"terms": [1]}, "No request with gradients: Expected"),
+    "too long": ([], {"terms": [*TERMS, 1]}, "at most length 4"),
+    "id": ([], terms(0, "5"), "`int`, got `str` - at `$[0]`"),
+    "truth": ([], terms(0, True), "got `bool` - at `$[0]`"),
+    "retain": ([], terms(2, 1), "`bool`, got `int` - at `$[2]`"),
+    "marks": ([], terms(3, ["7"]), "`int`, got `str` - at `$[3][0]`"),
+    "body": ({}, {"terms": list(TERMS)}, "has a message's id and cotangents"),
+    "row": ([(7,)], {"terms": list(TERMS)}, "has a message's id and cotangents"),
+    "row of texts": ([("7", [])], {"terms": list(TERMS)}, "has a message's id"),
+    "truth for an id": ([(True, [])], {"terms": list(TERMS)}, "has a message's id"),
 }
 
 
 @pytest.mark.parametrize("name", NO_REQUESTS)
-def test_what_is_no_request_is_refused(name):
+def test_what_is_no_request_is_refused(name, threads):
     body, meta, words = NO_REQUESTS[name]
     with pytest.raises(ProtocolError, match=re.escape(words)):
-        GradientRequest.unpack(body, meta)
+        current.worker().call("worker1", GRADIENTS, body, meta=meta)
 
 
 NO_ANSWERS = {
-    "without metadata": ([], {}, "length 2, got 0"),
-    "too short": ([], {"gradients": [[]]}, "length 2, got 1"),
-    "reports": ([], {"gradients": [[], 5]}, "`array`, got `int` - at `$[1]`"),
-    "report": ([], {"gradients": [[], [["b", [1, [[1]]]]]]}, "at `$[1][0][1][1][0]`"),
-    "failure": (("b", "no exception"), {"gradients": None}, "A failure"),
+    "without metadata": ([], {}, "No answer to gradients"),
+    "news": ([], {"news": 5}, "`object`, got `int`"),
+    "one of the news": ([], {"news": {5: ["b", 1]}}, "`str`, got `int`"),
+    "gradients": (5, {"news": {}}, "has a message's id and cotangents"),
+    "failure": (("b", "no exception"), {"news": None}, "A failure"),
 }
 
 
@@ -110,20 +100,19 @@ def test_what_is_no_answer_is_refused(name):
         GradientAnswer.unpack(body, meta)
 
 
-def test_the_end_of_a_pass_and_questions_are_checked():
-    error = KeyError("w")
-    assert unpack_end((5, 6, "b", error)) == (5, 6, PassFailure("b", error))
-    for body in ([], (5, "6", "b", error), (5,)):
-        with pytest.raises(ProtocolError, match="names a context and a pass"):
-            unpack_end(body)
-    with pytest.raises(ProtocolError, match="A failure"):
-        unpack_end((5, 6, "b", "words"))
-    assert unpack_reach((5, [7, 8])) == (5, [7, 8])
-    with pytest.raises(ProtocolError, match="a context and ids"):
-        unpack_reach((5, ["7"]))
-    assert unpack_reached(([7, 8], [8])) == ({7, 8}, {8})
-    with pytest.raises(ProtocolError, match="ids of messages"):
-        unpack_reached(([7],))
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (END, [], "The end of a pass has a context"),
+        (END, (5, "6", "b", KeyError("w")), "The end of a pass has a context"),
+        (END, (5, 6, "b", "words"), "The end of a pass has a context"),
+        (REACH, (5, ["7"]), "a context and ids of messages"),
+        (REACH, (5,), "a context and ids of messages"),
+    ],
+)
+def test_other_messages_are_checked(kind, body, words, threads):
+    with pytest.raises(ProtocolError, match=words):
+        current.worker().call("worker1", kind, body)
 
 
 def test_an_error_is_raised_with_its_place_and_cause():
@@ -160,19 +149,16 @@ def slowly(kind):
 
 utils.get_class_annotations.__code__ = slowly.__code__
 
-terms = messages.PassTerms(5, 6, True, False)
-sent = [messages.MessageGradient(7, [11.0])]
-request = messages.GradientRequest(terms, [5], sent)
-report = {"worker1": messages.StarvationReport(7, ())}
-answer = messages.GradientAnswer(sent, report)
+terms = messages.PassTerms(5, 6, True, [7])
+news = {5: messages.StarvingSend("worker1", "send")}
+answer = messages.GradientAnswer([], news)
 found = []
 
 def read(after):
     time.sleep(after)
-    reply = answer.pack()
-    got = messages.GradientAnswer.unpack(reply.value, reply.meta)
-    found.append(messages.GradientRequest.unpack(*request.pack()) == request)
-    found.append(dict(got.reports) == report)
+    found.append(messages.unpacked(list(terms), messages.PassTerms, "no") == terms)
+    meta = {"news": {5: ["worker1", "send"]}}
+    found.append(messages.GradientAnswer.unpack([], meta) == answer)
 
 threads = [threading.Thread(target=read, args=(n / 50,)) for n in range(8)]
 for thread in threads:

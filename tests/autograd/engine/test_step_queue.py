@@ -84,22 +84,20 @@ def test_steps_run_as_the_worker_of_the_queue():
 
 
 def test_a_step_that_waits_runs_what_is_ready():
-    """The step before it leaves the nodes to it, also if it only asks for the end."""
+    """The step before it leaves the nodes to it."""
     with rpc.local_cluster(["only"]), autograd.context() as context_id:
         x = autograd.variable(jnp.array([2.0, 3.0], jnp.float32))
         root = Root((x * x).sum().edge, jnp.float32(1.0))
         context = here().retrieve(context_id)
         started = engines.of(here()).begin(context, [root], [], False, NEVER)
-        ends = []
+        done = []
 
-        def begin_and_ask():
+        def begin_and_leave():
             started._begin()
-            ends.append(started.outcome())
+            started._put(lambda: done.append(started.outcome.done()))
 
-        started._put(begin_and_ask)
-        assert ends[0].done()
-        assert ends[0].value() is None
+        started._put(begin_and_leave)
+        assert done == [False]
+        assert started.outcome.done()
+        assert started.outcome.value() is None
         assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 6.0]
-        late = started.outcome()
-        assert late.done()
-        assert late.value() is None

@@ -70,8 +70,8 @@ def test_the_loss_of_a_predecessor_ends_no_pass(group):
     assert before.incarnation != after.incarnation
     with autograd.context() as context_id:
         context = autograd.retrieve_context(context_id)
-        terms = PassTerms(context_id, 7, False, False)
-        part = LocalPass(engines.of(here()), context, terms, None, NEVER)
+        terms = PassTerms(context_id, 7, False, None)
+        part = LocalPass(engines.of(here()), context, terms, NEVER)
         part._awaited = {5: SendNode(5, after, "call", (0, 0))}
         part.lost(before, "gone")
         assert part._failure is None

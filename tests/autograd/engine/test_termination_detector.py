@@ -1,14 +1,17 @@
 """Termination detection: one worker's counts, without messages."""
 
-from jdist.autograd.engine.messages import StarvationReport, StarvingSend
+from types import SimpleNamespace
+
+from jdist.autograd.engine.messages import StarvingSend
 from jdist.autograd.engine.termination_detector import (
     TerminationDetector,
     UnansweredRequest,
 )
+from jdist.rpc import Future
 
 
 def held(peer):
-    return UnansweredRequest(peer)
+    return UnansweredRequest(peer, Future())
 
 
 def test_the_first_request_engages_a_worker_and_the_others_do_not():
@@ -45,30 +48,33 @@ def test_gradients_can_ride_on_either_kind_of_answer():
     assert not engagement.holds("c")
 
 
-ONE = StarvingSend(11, "c", "send f to c")
-OTHER = StarvingSend(12, "d", "send g to d")
+ONE = SimpleNamespace(name="send f to c")
+OTHER = SimpleNamespace(name="send g to d")
+STARVING = {
+    11: StarvingSend("b", "send f to c"),
+    12: StarvingSend("b", "send g to d"),
+}
 
 
-def test_a_worker_reports_only_what_has_changed():
+def test_a_worker_tells_only_what_has_changed():
     engagement = TerminationDetector("b", root=False)
-    engagement.waits_for(())
-    assert engagement.news() == {}
-    engagement.waits_for((ONE, OTHER))
-    assert engagement.news() == {"b": StarvationReport(1, (ONE, OTHER))}
-    engagement.waits_for((ONE, OTHER))
-    assert engagement.news() == {}
-    engagement.waits_for(())
-    assert engagement.news() == {"b": StarvationReport(2, ())}
+    engagement.waits_for({})
+    assert engagement.take_news() == {}
+    engagement.waits_for({11: ONE, 12: OTHER})
+    assert engagement.take_news() == STARVING
+    engagement.waits_for({11: ONE, 12: OTHER})
+    assert engagement.take_news() == {}
+    engagement.waits_for({12: OTHER})
+    assert engagement.take_news() == {11: None}
+    engagement.waits_for({})
+    assert engagement.take_news() == {12: None}
 
 
-def test_reports_of_others_are_passed_on_and_later_ones_win():
-    engagement = TerminationDetector("b", root=False)
-    engagement.heard({"c": StarvationReport(2, ()), "d": StarvationReport(1, (OTHER,))})
-    engagement.heard({"c": StarvationReport(1, (ONE,))})
-    assert engagement.news() == {
-        "c": StarvationReport(2, ()),
-        "d": StarvationReport(1, (OTHER,)),
-    }
-    assert engagement.starving() == {"d": (OTHER,)}
-    engagement.heard({"d": StarvationReport(2, ())})
-    assert engagement.starving() == {}
+def test_news_of_others_are_passed_on_and_what_has_come_wins():
+    for first, second in ((STARVING, {11: None}), ({11: None}, STARVING)):
+        engagement = TerminationDetector("b", root=False)
+        engagement.heard(first)
+        engagement.heard(second)
+        assert engagement.starving() == {12: STARVING[12]}
+        assert engagement.take_news() == {11: None, 12: STARVING[12]}
+        assert engagement.starving() == {}
