@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.engine import LocalPass, Root
 from jdist.autograd.engine.messages import PassFailure
-from jdist.autograd.engine.replicated import ReplicaReduction
+from jdist.autograd.engine.replicated import groups_with_variables, reduced
 from jdist.autograd.recording.errors import AutogradError, refused
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
@@ -94,20 +95,23 @@ def backward(
     if not container.replicated:
         _pass(container, context_id, roots, mode, retain_graph, timeout, cotangents)
         return
-    reduction = ReplicaReduction(container.agent)
+    groups = groups_with_variables(container)
 
     def act() -> None:
         # An exception within ends the pass on all trainers.
-        with reduction:
+        with contextlib.ExitStack() as passes:
+            for group in groups:
+                passes.enter_context(group)
             # Gradients found count only once all trainers have reduced them.
+            found: dict[Variable, PyTree] = {}
             ended = _pass(
                 container, context_id, roots, mode, retain_graph, timeout, cotangents,
-                reduction.found,
+                found,
             )  # fmt: skip
-            gradients = reduction.reduced(ended.deadline)
+            gradients = reduced(groups, found, ended.deadline)
         container.retrieve(context_id).accumulate(gradients)
 
-    InterruptSafeLock.releasing_all(reduction.locks, act)
+    InterruptSafeLock.releasing_all([group.lock for group in groups], act)
 
 
 def _begin(

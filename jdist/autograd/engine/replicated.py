@@ -9,7 +9,6 @@ neither the order in which a trainer uses them matters, nor whether it does.
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from types import TracebackType
@@ -38,7 +37,6 @@ from jdist.rpc.extension import (
     Agent,
     InterruptSafeLock,
     current,
-    current_agent,
 )
 
 Weight = float | Callable[[], float] | None
@@ -128,8 +126,9 @@ def replicated(
       [5.0, 5.0]
     """
     container = here()
-    agent = container.agent
-    return _groups(agent).group(_names(agent, group)).add(params, weight, timeout)
+    names = _names(container.agent, group)
+    made = ReplicaGroup(container, names)
+    return _groups(container).setdefault(names, made).add(params, weight, timeout)
 
 
 def unreplicate(variable: Variable) -> None:
@@ -147,16 +146,9 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    if not _groups(current_agent()).remove(variable):
+    if not any(group.remove(variable) for group in groups_with_variables(here())):
         rule = "must be a replicated variable of this worker"
         raise value_error("unreplicate(variable)", rule, variable)
-
-
-class _Replica(NamedTuple):
-    """A replicated variable on one trainer."""
-
-    variable: Variable
-    weight: Weight
 
 
 class _Contribution(NamedTuple):
@@ -172,34 +164,34 @@ class _Contribution(NamedTuple):
 class ReplicaGroup:
     """The replicated variables of one group of trainers, on one of them.
 
+    As a context manager it is a pass of this trainer: an error within fails the pass's
+    collective on all trainers.
+
     Args:
       container: That of the worker.
       names: Names of the trainers, by rank.
 
     Attributes:
       names: The argument of the same name.
+      members: The variables and their weights, by number.
       lock: Held by the thread on which a pass begins, while it lasts.
     """
 
     def __init__(self, container: Container, names: tuple[str, ...]) -> None:
         self.names = names
+        self.members: dict[int, tuple[Variable, Weight]] = {}
+        self.lock = InterruptSafeLock()
         self._container = container
-        self._agent = container.agent
-        self._members: dict[int, _Replica] = {}
         self._made = 0
         self._passes = 0
-        self.lock = InterruptSafeLock()
-
-    @property
-    def lives(self) -> bool:
-        """Whether it has any variable."""
-        return bool(self._members)
+        # Whether the collective of the pass under way is yet to come.
+        self._awaited = False
 
     def remove(self, variable: Variable) -> bool:
         """Makes a variable the worker's own; returns whether it was in the group."""
-        for number, member in self._members.items():
-            if member.variable is variable:
-                del self._members[number]
+        for number, (member, _) in self.members.items():
+            if member is variable:
+                del self.members[number]
                 self._container.replicated.discard(variable)
                 return True
         return False
@@ -219,17 +211,17 @@ class ReplicaGroup:
         leaves = jax.tree.leaves(made.value)
         kinds = {path: abbreviated(x) for path, x in named_leaves(made.value).items()}
         # Only the first one's values count, and only they are sent.
-        first = self._agent.info.name == self.names[0]
+        first = self._container.agent.info.name == self.names[0]
         found = self._gather([kinds, leaves if first else None], timeout, tag)
         for name, (others, _) in found.items():
             _check_alike(found[self.names[0]][0], others, self.names[0], name)
         pairs = zip(found[self.names[0]][1], leaves, strict=True)
         made.value = made.structure.unflatten([_like(*pair) for pair in pairs])
-        self._members[number] = _Replica(made, weight)
+        self.members[number] = made, weight
         self._container.replicated.add(made)
         return made
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Begins a pass of this trainer.
 
         Raises:
@@ -242,14 +234,17 @@ class ReplicaGroup:
         # Counted where a pass begins, so that one that fails counts on all trainers
         # alike.
         self._passes += 1
+        self._awaited = True
 
-    def end(self) -> None:
-        """Ends the pass."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._awaited:
+            self._refuse(error, self._tag)
         self.lock.release()
-
-    def refuse(self, error: BaseException) -> None:
-        """Fails the pass's collective on all trainers."""
-        self._refuse(error, self._tag)
 
     def contribution(self, found: Mapping[Variable, PyTree]) -> _Contribution:
         """Makes this trainer's share from the gradients of its pass.
@@ -259,10 +254,9 @@ class ReplicaGroup:
           Exception: What the function that gives a weight has raised.
         """
         own = _Contribution({}, {})
-        for number, member in self._members.items():
-            variable = member.variable
+        for number, (variable, weight) in self.members.items():
             # At each pass: the number of examples may differ from batch to batch.
-            weight = member.weight() if callable(member.weight) else member.weight
+            weight = weight() if callable(weight) else weight
             own.weights[number] = None if weight is None else _check_weight(weight)
             gradient = found.get(variable)
             absent: list[Any] = [None] * variable.structure.num_leaves
@@ -280,6 +274,7 @@ class ReplicaGroup:
 
         Raises: what is said at `replicated`.
         """
+        self._awaited = False
         left = deadline.remaining()
         seconds = 0.0 if left is None else max(left, _INSTANT)
         found = self._gather([own.weights, own.leaves], seconds, self._tag)
@@ -287,10 +282,10 @@ class ReplicaGroup:
         # Before any sum: a variable that one trainer has left would shift the others.
         self._check_numbers(parts)
         gradients = {}
-        for number, member in self._members.items():
+        for number, (variable, _) in self.members.items():
             gradient = _mean(parts, number, self.names)
             if gradient is not None:
-                gradients[member.variable] = member.variable.placed(gradient)
+                gradients[variable] = variable.placed(gradient)
         return gradients
 
     def _check_numbers(self, parts: Sequence[_Contribution]) -> None:
@@ -308,13 +303,13 @@ class ReplicaGroup:
         return f"replicated pass {self._passes}"
 
     def _refuse(self, error: BaseException, tag: str) -> None:
-        self._agent.group.refuse(self.names, error, "all_gather", tag)
+        group = self._container.agent.group
+        group.refuse(self.names, error, "all_gather", tag)
 
     def _gather(self, brought: PyTree, seconds: float, tag: str) -> dict[str, Any]:
         try:
-            found = self._agent.group.all_gather(
-                brought, self.names, seconds, "all_gather", tag
-            )
+            group = self._container.agent.group
+            found = group.all_gather(brought, self.names, seconds, "all_gather", tag)
         except (WorkerLost, RpcTimeout, CollectiveMismatch):
             raise
         except RpcError as error:
@@ -323,104 +318,44 @@ class ReplicaGroup:
         return found
 
 
-class ReplicaGroups:
-    """All groups of trainers that a worker belongs to.
+def groups_with_variables(container: Container) -> list[ReplicaGroup]:
+    """Lists a worker's groups with variables, in the same order on all trainers."""
+    # Sorted: trainers of two groups meet in the same order, and not in a circle.
+    found = sorted(_groups(container).items())
+    return [group for _, group in found if group.members]
+
+
+def reduced(
+    groups: Sequence[ReplicaGroup],
+    found: Mapping[Variable, PyTree],
+    deadline: current.Deadline,
+) -> dict[Variable, PyTree]:
+    """Reduces the gradients of the replicated variables over all trainers.
 
     Args:
-      container: That of the worker.
+      groups: The groups, each within a pass.
+      found: The pass's own gradients of these variables.
+      deadline: That of the pass.
+
+    Raises: what is said at `replicated`.
     """
-
-    def __init__(self, container: Container) -> None:
-        self._container = container
-        self._lock = threading.Lock()
-        self._groups: dict[tuple[str, ...], ReplicaGroup] = {}
-
-    def group(self, names: tuple[str, ...]) -> ReplicaGroup:
-        """Finds or makes the group of these trainers."""
-        with self._lock:
-            made = ReplicaGroup(self._container, names)
-            return self._groups.setdefault(names, made)
-
-    def alive(self) -> list[ReplicaGroup]:
-        """Lists the groups with variables, in the same order on all trainers."""
-        with self._lock:
-            # Sorted: trainers of two groups meet in the same order, and not in a
-            # circle.
-            return [group for _, group in sorted(self._groups.items()) if group.lives]
-
-    def remove(self, variable: Variable) -> bool:
-        """Makes a variable the worker's own; returns whether it was replicated."""
-        return any(group.remove(variable) for group in self.alive())
-
-
-class ReplicaReduction:
-    """The collectives at the end of a pass; an error within fails them on all trainers.
-
-    Args:
-      agent: The worker on which the pass begins.
-
-    Attributes:
-      found: The pass's own gradients of replicated variables.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._groups = _groups(agent).alive()
-        self._left: list[ReplicaGroup] = []
-        self.found: dict[Variable, PyTree] = {}
-
-    @property
-    def locks(self) -> list[InterruptSafeLock]:
-        """The groups' locks, which an interrupt must not leave taken."""
-        return [group.lock for group in self._groups]
-
-    def __enter__(self) -> "ReplicaReduction":
-        try:
-            for group in self._groups:
-                group.begin()
-                # Only what has begun is ended, and refused if another cannot begin.
-                self._left.append(group)
-        except AutogradError as error:
-            self.__exit__(AutogradError, error, None)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for group in self._left:
-            if error is not None:
-                group.refuse(error)
-            group.end()
-        self._left = []
-
-    def reduced(self, deadline: current.Deadline) -> dict[Variable, PyTree]:
-        """Reduces the gradients of the replicated variables over all trainers.
-
-        Raises: what is said at `replicated`.
-        """
-        # All weights are asked for before the first collective: a function that raises
-        # then fails every collective alike.
-        contributions = [group.contribution(self.found) for group in self._left]
-        gradients: dict[Variable, PyTree] = {}
-        for own in contributions:
-            group = self._left.pop(0)
-            try:
-                gradients |= group.reduce(own, deadline)
-            finally:
-                group.end()
-        return gradients
+    # All weights are asked for before the first collective: a function that raises then
+    # fails every collective alike.
+    contributions = [group.contribution(found) for group in groups]
+    gradients: dict[Variable, PyTree] = {}
+    for group, own in zip(groups, contributions, strict=True):
+        gradients |= group.reduce(own, deadline)
+    return gradients
 
 
 def install(container: Container) -> None:
-    """Gives the worker with these contexts its groups of trainers."""
-    container.agent.extension_state[STATE] = ReplicaGroups(container)
+    """Gives the worker with these contexts its groups of trainers, by their names."""
+    container.agent.extension_state[STATE] = {}
 
 
-def _groups(agent: Agent) -> ReplicaGroups:
-    found: ReplicaGroups = agent.extension_state[STATE]
+def _groups(container: Container) -> dict[tuple[str, ...], ReplicaGroup]:
+    found: dict[tuple[str, ...], ReplicaGroup]
+    found = container.agent.extension_state[STATE]
     return found
 
 
