@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
@@ -24,7 +24,6 @@ from jdist._tree import PyTree, add_trees, type_name
 from jdist.autograd.recording.errors import AutogradError, ContextNotFound, no_context
 from jdist.autograd.recording.node import (
     LIGHT,
-    Numbering,
     Numbers,
     RecvNode,
     SendNode,
@@ -400,23 +399,27 @@ class Recording:
     Args:
       context: The context.
       message_id: Id of the request that is executed; 0 where the context was made.
+
+    Attributes:
+      context: The argument of the same name.
+      outer, numbering: What there was before: not tokens, which an interrupt could
+        lose.
     """
 
-    __slots__ = ("_message_id", "_tokens", "context")
-
-    _tokens: tuple[Token["Recording | None"], Token[Numbering]]
+    __slots__ = ("_message_id", "context", "numbering", "outer")
 
     def __init__(self, context: Context, message_id: int = 0) -> None:
         self.context = context
         self._message_id = message_id
+        self.outer, self.numbering = _recording.get(), numbers.get()
 
     def __enter__(self) -> None:
-        self._tokens = _recording.set(self), numbers.set(numbers_in(self._message_id))
+        _recording.set(self)
+        numbers.set(numbers_in(self._message_id))
 
     def __exit__(self, *details: object) -> None:
-        recording, order = self._tokens
-        numbers.reset(order)
-        _recording.reset(recording)
+        _recording.set(self.outer)
+        numbers.set(self.numbering)
 
 
 # A context variable, because a call and its callbacks may change threads.
@@ -631,11 +634,9 @@ def context() -> AbstractContextManager[int]:
 class _Within(AbstractContextManager[int]):
     """See `context`; a class, because a generator takes four times as long."""
 
-    __slots__ = ("_made", "_numbering", "_outer")
+    __slots__ = ("_recording",)
 
-    _made: Context
-    _outer: Recording | None
-    _numbering: Numbering
+    _recording: Recording
 
     def __enter__(self) -> int:
         container = here()
@@ -646,23 +647,22 @@ class _Within(AbstractContextManager[int]):
                 "Already have an autograd context id for this thread: "
                 f"{outer.id}. Contexts cannot be nested; leave this one first."
             )
-        self._made = made = container.new()
-        self._outer, self._numbering = _recording.get(), numbers.get()
+        self._recording = made = Recording(container.new())
         try:
-            _recording.set(Recording(made))
-            numbers.set(numbers_in(0))
+            made.__enter__()
         except BaseException:  # an interrupt: it was not entered
             self.__exit__()
             raise
-        return made.id
+        return made.context.id
 
     def __exit__(self, *details: object) -> None:
-        # What was there before, and not by tokens, which an interrupt could lose.
+        # Written out: an interrupt may come before the first line of a function.
+        entered = self._recording
         try:
-            _recording.set(self._outer)
-            numbers.set(self._numbering)
+            _recording.set(entered.outer)
+            numbers.set(entered.numbering)
         finally:
-            self._made.container.releases.leave(self._made.id)
+            entered.context.container.releases.leave(entered.context.id)
 
 
 def current_context() -> Context:

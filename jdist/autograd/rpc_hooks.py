@@ -198,8 +198,7 @@ class RpcHooks:
         if row is None or message is None:
             return variable.value
         # Within a context each leaf is recorded by itself and travels by `give`.
-        send = message.crossing or self._send_function(row, message)
-        return variable.recorded(light=send.light)
+        return variable.recorded()
 
     def take(self, row: object, message: MessageContext | None) -> object:
         """Decodes a recorded value, or an array that was sent outside of contexts."""

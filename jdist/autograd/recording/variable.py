@@ -14,7 +14,7 @@ from jdist._compat import beside, is_traced, placed
 from jdist._errors import check_function, quoted, type_error, value_error
 from jdist._flax import other_variables
 from jdist._tree import PyTree, abbreviated, abbreviated_tree, named_leaves, path_of
-from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
+from jdist.autograd.recording.node import Cotangent, Edge, Node
 from jdist.autograd.recording.pure import (
     KEEPS_STATE,
     ONE,
@@ -38,7 +38,6 @@ class _FlatTree(NamedTuple):
     tree: PyTree
     kind: DifferentiatedTree
     leaves: list[jax.Array]
-    sent: list[Numbers]
 
     @classmethod
     def of(cls, tree: PyTree) -> "_FlatTree":
@@ -46,17 +45,7 @@ class _FlatTree(NamedTuple):
         wanted = tuple([jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves])
         kind = DifferentiatedTree(structure, wanted)
         # The one object for a single array, which is then known by its identity.
-        return cls(tree, ONE if kind == ONE else kind, leaves, [])
-
-    def light(self) -> Sequence[Numbers]:
-        """Returns the leaves for a message, small ones as NumPy arrays, cached."""
-        # The memory of a deleted array, which may have been donated, is no longer its.
-        for leaf in self.leaves:
-            if leaf.is_deleted():
-                self.sent.clear()
-        if not self.sent:
-            self.sent[:] = map(light, self.leaves)
-        return self.sent
+        return cls(tree, ONE if kind == ONE else kind, leaves)
 
     def is_like(self, other: "_FlatTree") -> bool:
         """Whether structure, shapes and dtypes are the same."""
@@ -151,22 +140,16 @@ class Variable(Operators):
                 self._node = weakref.ref(found)
             return found
 
-    def recorded(self, light: bool = False) -> PyTree:
-        """Returns the tree with recorded values in place of the floating arrays.
-
-        Args:
-          light: Whether small arrays are to be NumPy's, for a message.
-        """
-        held = self._held  # once: another thread may set another value
-        given: Sequence[Numbers] = held.light() if light else held.leaves
-        kind, _, edges = self.flat()
+    def recorded(self) -> PyTree:
+        """Returns the tree with recorded values in place of the floating arrays."""
+        kind, leaves, edges = self.flat()
         if kind is ONE:
-            (leaf,), (edge,) = given, edges
+            (leaf,), (edge,) = leaves, edges
             assert edge is not None
             return Recorded(leaf, edge)
         values = [
             leaf if to is None else Recorded(leaf, to)
-            for leaf, to in zip(given, edges, strict=True)
+            for leaf, to in zip(leaves, edges, strict=True)
         ]
         return kind.structure.unflatten(values)
 
