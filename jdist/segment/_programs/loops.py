@@ -27,8 +27,8 @@ from jdist.segment._programs.min_cut import cheapest_cut
 from jdist.segment._programs.recompute import (
     Policy,
     depending_on,
-    ingredients,
     may_repeat,
+    recipes,
 )
 
 
@@ -89,19 +89,10 @@ def _kept(
     """Chooses the fewest bytes per iteration that suffice for the body's residuals."""
     jaxpr = loop.body.jaxpr
     carries = jaxpr.invars[loop.constants :][: loop.carries]
-    dependent = depending_on(loop.body, [*carries, *changing])
-    makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
     # Constants and slices: the second loop reads the same ones.
     given = set(jaxpr.invars).difference(carries)
-
-    def made_from(value: Var) -> list[Var] | None:
-        if value not in dependent or value in given:
-            return []
-        maker = makers.get(value)
-        if maker is None or not may_repeat(maker, policy):
-            return None
-        return ingredients(maker, dependent)
-
+    sources = [*carries, *changing]
+    made_from = recipes(loop.body, sources, lambda e: may_repeat(e, policy), given)
     return cheapest_cut(needed, made_from, byte_count)
 
 

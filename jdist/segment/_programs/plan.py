@@ -43,9 +43,8 @@ from jdist.segment._programs.loops import with_loops_cut
 from jdist.segment._programs.min_cut import cheapest_cut
 from jdist.segment._programs.recompute import (
     Policy,
-    depending_on,
-    ingredients,
     may_repeat,
+    recipes,
 )
 
 
@@ -204,22 +203,14 @@ def _choose(
     jaxpr = plan.program.jaxpr
     inputs = jaxpr.invars[plan.param_count :]
     outputs = jaxpr.outvars[: len(jax.tree.leaves(plan.outputs))]
-    dependent = depending_on(plan.program, inputs)
-    makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+    # What depends on none is recomputed from parameters, which the caller has.
+    made_from = recipes(plan.program, inputs, lambda e: may_repeat(e, plan.policy))
     # The caller holds these, and they are kept by reference.
     held = {x for x in (*inputs, *outputs) if isinstance(x, Var)}
 
-    def made_from(value: Var) -> list[Var] | None:
-        if value not in dependent:
-            return []  # Recomputed from parameters, which the caller has.
-        maker = makers.get(value)
-        if maker is None or not may_repeat(maker, plan.policy):
-            return None
-        return ingredients(maker, dependent)
-
     def cost(value: Var) -> int:
         # With recompute=True inputs are kept whatever their size, and nothing else.
-        if plan.policy is True and value not in makers:
+        if plan.policy is True and value in inputs:
             return 0
         return keeping_cost(value, held)
 

@@ -16,7 +16,7 @@ a maximum might even find no element equal to it. An equation with an effect, su
 printing, is never run again.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -92,10 +92,33 @@ def _is_floating(atom: object) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))  # type: ignore[attr-defined]
 
 
-def ingredients(equation: JaxprEqn, dependent: Container[Var]) -> list[Var]:
-    """The distinct values in `dependent` that an equation reads."""
-    found = dict.fromkeys(x for x in equation.invars if isinstance(x, Var))
-    return [x for x in found if x in dependent]
+def recipes(
+    program: ClosedJaxpr,
+    sources: Iterable[Var],
+    repeats: Callable[[JaxprEqn], bool],
+    free: Container[Var] = (),
+) -> Callable[[Var], list[Var] | None]:
+    """What each value of a program can be recomputed from, for `cheapest_cut`.
+
+    Args:
+      program: The program.
+      sources: Values that do not depend on these are recomputed from nothing.
+      repeats: Whether an equation may run again.
+      free: Further values that cost nothing.
+    """
+    dependent = depending_on(program, sources)
+    makers = {x: equation for equation in program.jaxpr.eqns for x in equation.outvars}
+
+    def made_from(value: Var) -> list[Var] | None:
+        if value not in dependent or value in free:
+            return []
+        maker = makers.get(value)
+        if maker is None or not repeats(maker):
+            return None
+        read = dict.fromkeys(x for x in maker.invars if isinstance(x, Var))
+        return [x for x in read if x in dependent]
+
+    return made_from
 
 
 def depending_on(program: ClosedJaxpr, sources: Iterable[Var]) -> set[Var]:

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jdist._compat import equations_for, evaluate, part_of, without_unread
 from jdist._tree import PyTree
 from jdist.segment._programs.backward import BackwardProgram, Layout
 from jdist.segment._programs.min_cut import cheapest_cut
 from jdist.segment._programs.plan import ArrayLocations, keeping_cost
-from jdist.segment._programs.recompute import depending_on, ingredients, may_repeat
+from jdist.segment._programs.recompute import may_repeat, recipes
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,28 +86,22 @@ def split(gradient: BackwardProgram) -> Split:
     program = gradient.program
     arguments = program.jaxpr.invars
     params, kept, cotangents = gradient.groups
-    # Values that depend on parameters alone are recomputed: carried, they would be a
-    # copy of the weights for each call in flight.
-    dependent = depending_on(program, [*kept, *cotangents])
-    makers = {x: equation for equation in program.jaxpr.eqns for x in equation.outvars}
     first = equations_for(program, arguments, gradient.d_inputs, effects=True)
     made_first = {x for equation in first for x in equation.outvars}
     # Held by the caller anyway, so that carrying them costs nothing.
     held = {*kept, *cotangents, *gradient.d_inputs}
 
-    def made_from(value: Var) -> list[Var] | None:
-        if value not in dependent:
-            return []
-        maker = makers.get(value)
-        if maker is None:
-            return None
+    def repeats(equation: JaxprEqn) -> bool:
         # Computed twice only if that costs next to nothing.
-        if value in made_first and not may_repeat(maker, policy=False):
-            return None
-        return ingredients(maker, dependent)
+        only_second = made_first.isdisjoint(equation.outvars)
+        return only_second or may_repeat(equation, policy=False)
+
+    # Values that depend on parameters alone are recomputed: carried, they would be a
+    # copy of the weights for each call in flight.
+    made_from = recipes(program, [*kept, *cotangents], repeats)
 
     def cost(value: Var) -> int | None:
-        if value in makers and value not in made_first:
+        if value not in made_first and value not in held:
             return None  # Not there yet when the first half ends.
         return keeping_cost(value, held)
 
