@@ -11,7 +11,7 @@ wherever in a message it meets a recorded value.
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -39,22 +39,15 @@ from jdist.rpc import ProtocolError, WorkerInfo
 from jdist.rpc.extension import NEEDS, Invocation, MessageContext, unpacked
 
 META = "autograd"
-"""The entry of a message's metadata that holds its `CrossingHeader`, as a list."""
+"""The entry of a message's metadata that holds its `CrossingHeader`."""
 
 _NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
-
-
-Row = list[Any]
-"""A header as a list, to which the codec adds."""
-
 
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class CrossingHeader(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
-):
-    """The metadata of a message within a context.
+class CrossingHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The metadata of a message within a context, to which the codec's hooks add.
 
     Attributes:
       context: Id of the context.
@@ -70,6 +63,11 @@ class CrossingHeader(
     message: _Id
     slots: _Id
     reach: list[_Id] | None
+
+    @classmethod
+    def begun(cls, context: int, answers: int, message: int) -> "CrossingHeader":
+        """Makes the header of a message without recorded values."""
+        return cls(context, answers, message, 0, [])
 
     @classmethod
     def of(cls, meta: dict[str, object]) -> "CrossingHeader | None":
@@ -88,15 +86,6 @@ class CrossingHeader(
             raise ProtocolError(f"{malformed}: ids have 64 bits.")
         meta[META] = header  # the next caller finds it checked
         return header
-
-
-def _row(context: int, answers: int, message: int) -> Row:
-    """Makes the row of a `CrossingHeader`, which the codec's hooks complete."""
-    return [context, answers, message, 0, []]
-
-
-_ANSWERS, _MESSAGE, _SLOTS, _REACH = 1, 2, 3, 4
-"""Positions in a row."""
 
 
 class RpcHooks:
@@ -125,8 +114,8 @@ class RpcHooks:
         # the context, too.
         assert to.incarnation is not None  # it belongs to the group
         context.meet(to)
-        row = _row(context.id, 0, self._container.ids.message())
-        meta: dict[str, object] = {META: row}
+        message = self._container.ids.message()
+        meta: dict[str, object] = {META: CrossingHeader.begun(context.id, 0, message)}
         if to.incarnation not in self._prepared:
             meta[NEEDS] = _NEEDED
         return call, meta
@@ -155,7 +144,7 @@ class RpcHooks:
             call = Invocation(call.kind, applied, call.args, call.kwargs)
         with Recording(context, header.message):
             value = run(call)
-        return value, {META: _row(context.id, header.message, 0)}
+        return value, {META: CrossingHeader.begun(context.id, header.message, 0)}
 
     def local(self, value: object) -> object:
         """Returns the result of `to_here` on the owner, as another worker gets it."""
@@ -176,26 +165,25 @@ class RpcHooks:
 
     def give(self, value: Recorded, message: MessageContext | None) -> object:
         """Encodes a recorded value: its array, within a context with its slot."""
-        row = None if message is None else message.meta.get(META)
+        header = None if message is None else message.meta.get(META)
         # Outside of contexts nothing is recorded: the receiver gets the plain array.
-        if row is None or message is None:
+        if header is None or message is None:
             return value.value
-        send = message.crossing or self._send_function(row, message)
+        send = message.crossing or self._send_function(header, message)
         _, (array,), (edge,) = value.flat()
         # The header is packed after the body, so it has the last count and reach.
         before = send.outputs
         slot = send.slot(edge, array)
         if send.outputs != before:
-            row[_SLOTS] = send.outputs
-            row[_REACH] = None if send.reach is None else sorted(send.reach)
+            header.slots = send.outputs
+            header.reach = None if send.reach is None else sorted(send.reach)
         return (slot, light(array) if send.light else array)
 
     def give_variable(
         self, variable: Variable, message: MessageContext | None
     ) -> PyTree:
         """Encodes a variable: its tree, recorded within a context."""
-        row = None if message is None else message.meta.get(META)
-        if row is None or message is None:
+        if message is None or message.meta.get(META) is None:
             return variable.value
         # Within a context each leaf is recorded by itself and travels by `give`.
         return variable.recorded()
@@ -214,18 +202,20 @@ class RpcHooks:
             raise ProtocolError("A recorded value has a slot of its message.")
         return Recorded(self._container.received(array), Edge(receive, slot))
 
-    def _send_function(self, row: Row, message: MessageContext) -> SendNode:
-        context = self._container.retrieve(row[0])
+    def _send_function(
+        self, header: CrossingHeader, message: MessageContext
+    ) -> SendNode:
+        context = self._container.retrieve(header.context)
         with context.lock:
             context.check()
-            answers = row[_ANSWERS]
+            answers = header.answers
             # A request has its message id already; an answer gets one only if it needs
             # it, so that ids repeat from run to run.
             if answers:
-                row[_MESSAGE] = self._container.ids.message()
+                header.message = self._container.ids.message()
             order = (answers, LAST) if answers else next_order()
             label = _AnswerOf(message.operation) if answers else message.operation
-            made = SendNode(row[_MESSAGE], message.worker, label, order)
+            made = SendNode(header.message, message.worker, label, order)
             made.light = self._container.takes_numpy(made.incarnation)
             context.sends[made.message_id] = made
         # A call that fails sends no cotangent back, and a FAST pass would wait for one.

@@ -175,9 +175,12 @@ def _segment(fn: PureCallable, code: Hashable, spec: "ArgumentSpec") -> Segment:
     def run(_: tuple[()], *arrays: jax.Array) -> PyTree:
         args, kwargs = spec.arguments(arrays)
         call = f"apply({name})"
-        with tracing(call), _state_kept(call, (args, kwargs)) as returned:
-            returned.append(fn(*args, **kwargs))
-        return returned[0]
+        before = module_leaves((args, kwargs))
+        with tracing(call):
+            returned = fn(*args, **kwargs)
+        if before:
+            _refuse_lost_state(call, before, (args, kwargs), returned)
+        return returned
 
     run.__name__ = name
     return pure_segment(run, "apply", (code, spec.case))
@@ -441,21 +444,17 @@ KEEPS_STATE = (
 """What to do with a Flax module whose state changes."""
 
 
-@contextlib.contextmanager
-def _state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
-    """Refuses changes of modules in `arguments` that the function within would lose.
-
-    Yields:
-      A list for the function's result: changes that it contains are not lost.
+def _refuse_lost_state(
+    call: str,
+    before: Sequence[tuple[str, object]],
+    arguments: PyTree,
+    returned: PyTree,
+) -> None:
+    """Refuses changes of modules in `arguments` that `returned` does not contain.
 
     Raises:
       TypeError: The function has changed a module, and does not return the change.
     """
-    before = module_leaves(arguments)
-    returned: list[PyTree] = []
-    yield returned
-    if not before:
-        return
     # By identity: a module writes a new array where it changes its state.
     kept = {id(leaf) for _, leaf in before} | set(map(id, jax.tree.leaves(returned)))
     after = module_leaves(arguments)
