@@ -279,30 +279,28 @@ class _ModuleLayout(Constant):
           TypeError: The call has changed something that is not state.
         """
         graph, params_after, *state = taken_apart(module, is_inexact)
-        name = type(module).__name__
         kinds = jax.tree.structure(params_after), jax.tree.structure(tuple(state))
+        changed = set()
         if kinds != (self._params, self._state):
             after = {path for part in state for path in _names(part)}
-            strange = after ^ set(self.state_names) or {"its structure"}
-            rule = "must keep the variables that it has"
-            got = f"another number or kind: {', '.join(sorted(strange))}"
-            remedy = "Return what the call computes, instead of storing it."
-            raise type_error(f"TrainableModule({name})", rule, got, remedy)
-        leaves = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
-        # By identity: inside a trace the values of two tracers cannot be compared.
-        changed = [path for path, before, after in leaves if before is not after]
-        if changed:
-            rule = "must not change its own nnx.Param in a call"
-            remedy = "Optimizers do; make it an nnx.Variable of another kind."
-            got = ", ".join(changed)
-            raise type_error(f"TrainableModule({name})", rule, got, remedy)
-        if graph != self.graph:
-            rule = "must not change its attributes in a call: the change would be lost"
-            remedy = "Make what changes an nnx.Variable."
+            changed = after ^ set(self.state_names) or {"its structure"}
+        else:
+            leaves = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
+            # By identity: inside a trace the values of two tracers cannot be compared.
+            changed = {path for path, before, after in leaves if before is not after}
+        if not changed and graph != self.graph:
             pairs = zip(self.graph.attributes, graph.attributes, strict=False)
             other = {str(path) for (path, old), (_, new) in pairs if old != new}
-            got = f"another value of {', '.join(sorted(other)) or 'one'}"
-            raise type_error(f"TrainableModule({name})", rule, got, remedy)
+            changed = other or {"an attribute"}
+        if changed:
+            rule = "must change nothing but its state in a call"
+            remedy = (
+                "Return what the call computes, or make what changes an nnx.Variable "
+                "that is no nnx.Param."
+            )
+            got = f"a change of {', '.join(sorted(changed))}"
+            call = f"TrainableModule({type(module).__name__})"
+            raise type_error(call, rule, got, remedy)
         return jax.tree.leaves(state)
 
 
