@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
-import jax
 import numpy as np
 
 from jdist._compat import placed
@@ -208,9 +207,7 @@ class Context:
             self.check()
             for variable, gradient in gradients.items():
                 known = self.gradients.get(variable)
-                if isinstance(known, jax.Array):  # the common case needs no tree map
-                    gradient = plus(known, gradient)
-                elif known is not None:
+                if known is not None:
                     # A leaf that only one pass has reached is None in the other.
                     gradient = add_trees(known, gradient, plus)
                 self.gradients[variable] = gradient

@@ -21,7 +21,7 @@ from jax.sharding import (
 )
 
 from jdist._compat import is_traced
-from jdist._errors import requirement
+from jdist._errors import requirement, type_error, value_error
 from jdist._tree import PyTree, is_shape, path_of
 from jdist.segment._programs import backward
 from jdist.segment._programs.backward import Layout
@@ -205,16 +205,12 @@ _ONE_DEVICE = (SingleDeviceSharding, NoneType)
 
 def refuse_origin(call: str, value: PyTree, kind: type) -> NoReturn:
     """Raises for a value that another method, or another segment, has returned."""
-    name, maker = {
-        Residuals: ("residuals", "forward"),
-        Rest: ("rest", "backward_inputs"),
-    }[kind]
-    argument = f"{call}({name}=...)"
-    if type(value) is not kind:
-        rule = f"must be what `{maker}` returned"
-        raise TypeError(requirement(argument, rule, value))
+    names = "residuals", "forward"
+    argument, maker = names if kind is Residuals else ("rest", "backward_inputs")
     rule = f"must be what `{maker}` of this very segment returned"
-    raise ValueError(requirement(argument, rule, "that of another segment"))
+    if type(value) is kind:
+        raise value_error(f"{call}({argument}=...)", rule, "that of another segment")
+    raise type_error(f"{call}({argument}=...)", rule, value)
 
 
 def check_version(call: str, params: PyTree, version: Version | None) -> None:
@@ -225,24 +221,16 @@ def check_version(call: str, params: PyTree, version: Version | None) -> None:
     if version is None:
         return
     leaves = jax.tree.leaves(params)
-    if len(leaves) == len(version):
-        # The common case first and alone: nothing is listed where all are the same.
-        for leaf, was in zip(leaves, version, strict=True):
-            if was() is not leaf:
+    if len(leaves) != len(version):
+        got = f"{len(leaves)} leaves instead of {len(version)}"
+    else:
+        for place, (leaf, was) in enumerate(zip(leaves, version, strict=True)):
+            # Under a transformation identity says nothing.
+            if was() is not leaf and not is_traced(leaf):
+                got = f"another array at {_leaves_by_path(params)[place][0]}"
                 break
         else:
             return
-        changed = [
-            place
-            for place, (leaf, was) in enumerate(zip(leaves, version, strict=True))
-            if was() is not leaf and not is_traced(leaf)
-        ]
-        # Tracers only: under a transformation identity says nothing.
-        if not changed:
-            return
-        got = f"another array at {_leaves_by_path(params)[changed[0]][0]}"
-    else:
-        got = f"{len(leaves)} leaves instead of {len(version)}"
     rule = "must be the very arrays that the forward pass was given"
     remedy = (
         "Keep each version of the parameters until the backward passes of all its "

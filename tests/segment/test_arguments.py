@@ -402,12 +402,13 @@ def test_residuals_of_another_kind(heads):
     _, residuals = seg.forward(params, *inputs)
     _, rest = seg.backward_inputs(params, residuals, d_outputs)
     message = (
-        r"`Segment.backward\(residuals=...\)` must be what `forward` returned. Got 3"
+        r"`Segment.backward\(residuals=...\)` must be what `forward` of this very "
+        r"segment returned\. Got 3"
     )
     with pytest.raises(TypeError, match=message):
         seg.backward(params, 3, d_outputs)
     message = (
-        r"`Segment.backward_params\(rest=...\)` must be what `backward_inputs` returned"
+        r"`Segment.backward_params\(rest=...\)` must be what `backward_inputs` of this "
     )
     with pytest.raises(TypeError, match=message):
         seg.backward_params(residuals)

@@ -372,10 +372,6 @@ class LocalPass:
 
         self._put(check)
 
-    def released(self, reason: str) -> None:
-        """Fails the pass because its context has ended."""
-        self.fail(PassFailure(self._me, no_context(self._context.id, reason)))
-
     def waits_for(self) -> str:
         """Names the send functions here whose gradients have not come."""
         return ", ".join(node.name for node in list(self._awaited.values()))
@@ -585,11 +581,7 @@ class LocalPass:
         """Adds the gradients here to the context's, once all nodes here have run."""
         if self._staged:
             # A device that fails must do so before other workers see the end.
-            for gradient in self._staged.values():
-                if isinstance(gradient, jax.Array):  # the common case needs no tree
-                    gradient.block_until_ready()
-                else:
-                    jax.block_until_ready(gradient)
+            jax.block_until_ready(list(self._staged.values()))
             self._context.accumulate(self._staged)
             self._staged = {}
         self._committed = True
@@ -597,7 +589,8 @@ class LocalPass:
     def _request(self, peer: int, gradients: list[MessageGradient]) -> None:
         # Counted before it is sent: the answer may come within the call that sends it.
         self._detector.outstanding += 1
-        _make_ready(gradients)
+        # What fails on a device here must not appear as the receiver's.
+        jax.block_until_ready(gradients)
         if self._driver == threading.get_ident() and self._inline is None:
             # One request at a time is the driver's own; further ones go by other
             # threads.
@@ -607,7 +600,7 @@ class LocalPass:
 
     def _answer(self, unanswered: UnansweredRequest) -> None:
         gradients = self._outbox.pop(unanswered.peer, [])
-        _make_ready(gradients)
+        jax.block_until_ready(gradients)  # as in `_request`
         answer = GradientAnswer(gradients, self._detector.take_news())
         # Callbacks of the future run within this step: rpc sends the answer.
         unanswered.answer.set_result(answer.pack())
@@ -624,11 +617,7 @@ class LocalPass:
         if starving:
             # Quiet, and yet a send function waits: its gradient will never come.
             worker = next(iter(starving.values())).worker
-            # For the message alone: which receptions the roots have nothing to do with.
-            reached = {} if self._sweep is None else self._sweep.counts
-            recvs = self._context.recv_functions().values()
-            unreached = [recv for recv in recvs if recv not in reached]
-            told = explain(starving, unreached, self.terms.marks is not None)
+            told = explain(starving, smart=self.terms.marks is not None)
             self._end(PassFailure(worker, UnusedSend(worker, told)))
             return
         self._engine.forget(self)
@@ -653,16 +642,6 @@ class LocalPass:
         self._engine.tell_failed(self._context, self.terms, failure)
         self.over = True
         futures.cancel(self.outcome, failure.exception())
-
-
-def _make_ready(gradients: list[MessageGradient]) -> None:
-    """Waits until the gradients are computed on their device."""
-    for gradient in gradients:
-        for cotangent in gradient.cotangents:
-            if isinstance(cotangent, jax.Array):
-                # Before it is sent: what fails on a device here must not appear as the
-                # receiver's.
-                cotangent.block_until_ready()
 
 
 # --- all passes of a worker ---
@@ -796,7 +775,8 @@ class Engine:
         # Usually there is no pass: a context ends long after its last one.
         for each in self.live() if self._passes else ():
             if each.terms.context_id == context.id:
-                each.released(reason)
+                error = no_context(context.id, reason)
+                each.fail(PassFailure(self._agent.info.name, error))
 
     def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
         for each in self.live():

@@ -12,11 +12,11 @@ Source: Dijkstra and Scholten, Termination detection for diffusing computations,
 Information Processing Letters 11(1), 1980.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jdist.autograd.engine.messages import News, StarvingSend
-from jdist.autograd.recording.node import RecvNode, SendNode
+from jdist.autograd.recording.node import SendNode
 from jdist.rpc import Future
 from jdist.rpc.extension import Reply
 
@@ -111,14 +111,11 @@ class TerminationDetector:
         return {message_id: one for message_id, one in found if one is not None}
 
 
-def explain(
-    starving: Mapping[int, StarvingSend], unreached: Iterable[RecvNode], smart: bool
-) -> str:
+def explain(starving: Mapping[int, StarvingSend], smart: bool) -> str:
     """Format the error of a quiet pass whose send functions lack gradients.
 
     Args:
       starving: Send functions without a gradient, by the id of their message.
-      unreached: Receive functions here that the roots do not reach.
       smart: Whether it is SMART mode.
     """
     waits = "; ".join(
@@ -129,13 +126,8 @@ def explain(
         return (
             f"these send functions were marked, and no gradient came for them: {waits}."
         )
-    unused = "".join(
-        f" Message {node.message_id}, received from {node.worker!r}, takes no part in "
-        "this pass."
-        for node in unreached
-    )
     return (
         f"FAST mode waits for a gradient at every send function of the context, and "
-        f"none will come for {waits}.{unused} Use mode='smart', which waits only for "
-        "what the roots depend on."
+        f"none will come for {waits}. Use mode='smart', which waits only for what the "
+        "roots depend on."
     )

@@ -246,8 +246,7 @@ class SendNode(Node):
     """
 
     __slots__ = (
-        "_label", "_moves", "_places", "_slots", "incarnation", "light", "message_id",
-        "worker",
+        "_label", "_places", "_slots", "incarnation", "light", "message_id", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -266,7 +265,6 @@ class SendNode(Node):
         self._label = label
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
-        self._moves = False  # whether any of these is a place
 
     @property
     def name(self) -> str:
@@ -281,11 +279,8 @@ class SendNode(Node):
             self.inputs = (*self.inputs, edge)
             self.outputs += 1
             # A value that is not committed may be anywhere, and so its cotangent.
-            if isinstance(value, np.ndarray) or not value.committed:
-                self._places.append(None)
-            else:
-                self._places.append(value.sharding)
-                self._moves = True
+            anywhere = isinstance(value, np.ndarray) or not value.committed
+            self._places.append(None if anywhere else value.sharding)
             beyond = edge.node.reach
             if beyond is not NOWHERE:
                 self.reach = join(self.reach, beyond)
@@ -293,8 +288,6 @@ class SendNode(Node):
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """See `Node`."""
-        if not self._moves:
-            return cotangents
         pairs = zip(cotangents, self._places, strict=True)
         return [
             value if value is None or place is None else _moved(value, place)

@@ -13,7 +13,14 @@ from jax.tree_util import KeyPath
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import check_function, quoted, type_error, value_error
 from jdist._flax import other_variables
-from jdist._tree import PyTree, abbreviated, abbreviated_tree, named_leaves, path_of
+from jdist._tree import (
+    PyTree,
+    abbreviated,
+    abbreviated_tree,
+    first_difference,
+    named_leaves,
+    path_of,
+)
 from jdist.autograd.recording.node import Cotangent, Edge, Node
 from jdist.autograd.recording.pure import (
     KEEPS_STATE,
@@ -319,14 +326,13 @@ def _copied(array: np.ndarray) -> jax.Array:
 
 def _check_paths(before: PyTree, after: PyTree) -> None:
     """Checks that leaves are like those before; containers may differ."""
-    old, new = named_leaves(before), named_leaves(after)
-    if old.keys() != new.keys():
-        rule = f"must have the leaves {', '.join(old)}, as before"
-        raise value_error("Variable.value", rule, ", ".join(new))
-    for path, leaf in old.items():
-        if abbreviated(leaf) != abbreviated(new[path]):
-            rule = f"must be {abbreviated(leaf)} at {path}, as before"
-            raise value_error("Variable.value", rule, abbreviated(new[path]))
+    kinds = [
+        {path: abbreviated(leaf) for path, leaf in named_leaves(tree).items()}
+        for tree in (before, after)
+    ]
+    if found := first_difference(*kinds):
+        path, old, new = found
+        raise value_error("Variable.value", f"must be {old} at {path}, as before", new)
 
 
 def _check_hooked(gradient: PyTree, changed: PyTree) -> None:

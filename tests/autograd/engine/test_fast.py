@@ -25,13 +25,12 @@ def unused_result():
         rpc.rpc_sync(after(), cases.add, args=(x, y))
         loss = (x * y).sum()
         context = autograd.retrieve_context(context_id)
-        (send,), (recv,) = context.send_functions(), context.recv_functions()
+        (send,) = context.send_functions()
         with pytest.raises(autograd.UnusedSend, match="none will come for") as caught:
             autograd.backward(context_id, [loss], mode="fast", retain_graph=True)
         said = str(caught.value)
         assert said.startswith(f"Error on worker {me().name}: FAST mode waits")
         assert f"send rpc_sync(add) to {after()} (message {send}, on" in said
-        assert f"Message {recv}, received from {after()!r}, takes no part" in said
         assert said.endswith("Use mode='smart', which waits only for what the roots "
                              "depend on.")  # fmt: skip
         assert autograd.get_gradients(context_id) == {}
@@ -55,7 +54,6 @@ def unused_deeper():
             autograd.backward(context_id, [total.sum()], mode="fast", retain_graph=True)
         assert caught.value.worker == after()
         assert f"send rpc_sync(mul) to {after(2)} (message " in str(caught.value)
-        assert "takes no part" not in str(caught.value)  # that is known there only
         # Others have ended the pass too: this one would find their parts in its way.
         autograd.backward(context_id, [total.sum()])
         gradients = autograd.get_gradients(context_id)

@@ -114,7 +114,7 @@ def test_the_value_may_be_replaced_by_one_like_it():
     w.value = {"a": np.full(3, 7.0), "n": 5}
     assert w.value["a"].tolist() == [7.0, 7.0, 7.0]
     for wrong, message in [
-        ({"a": jnp.arange(3.0)}, "must have the leaves a, n, as before. Got a"),
+        ({"a": jnp.arange(3.0)}, "must be int[0-9]+.* at n, as before. Got no leaf"),
         ({"a": jnp.arange(4.0), "n": 2}, r"must be float64\[3\] at a, as before"),
         ({"a": jnp.zeros(3, jnp.float32), "n": 2}, r"Got float32\[3\]"),
         ({"a": jnp.arange(3.0), "n": 2.0}, r"must be int64\[\] at n"),
