@@ -41,7 +41,6 @@ from jdist.segment.internal import (
     Contents,
     ForwardPlan,
     FunctionCache,
-    forward_arrays,
     pure_segment,
 )
 
@@ -128,7 +127,7 @@ def call(
     # As a plain tuple, which equals the spec and is made in a fifth of its time.
     known, given = (structure, tuple(kinds)), tuple(arrays)
     segment = function.segments.get(known) or function.segment(ArgumentSpec(*known))
-    outputs, residuals = forward_arrays(segment, given)
+    outputs, residuals = segment.forward((), *given)
     inputs = tuple(edges)
     recorded = (True,) * len(edges)  # without a list of its own in the common case
     if None in edges:
