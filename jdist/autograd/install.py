@@ -23,7 +23,7 @@ def install(agent: Agent) -> None:
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.interceptor = hooks
     agent.extension_state.make_trainable = nnx_module.create
-    agent.extension_state[callee.STATE] = callee.ServedFunctions()
+    callee.install(agent)
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)
     engine.install(container)
     replicated.install(container)

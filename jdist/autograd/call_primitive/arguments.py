@@ -63,12 +63,8 @@ class ArraySlot:
     key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StaticLeaf:
-    """A leaf that is not an array; compared by type and value."""
-
-    kind: type
-    value: Hashable
+Place = ArraySlot | tuple[type, Hashable]
+"""What a tree has for a leaf: the slot of an array; else the leaf's type and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +73,11 @@ class Structure:
 
     Attributes:
       treedef: The containers.
-      leaves: For each leaf the place of its array, or its value.
+      leaves: For each leaf its place.
     """
 
     treedef: jax.tree_util.PyTreeDef
-    leaves: tuple[ArraySlot | StaticLeaf, ...]
+    leaves: tuple[Place, ...]
 
     @classmethod
     def of(cls, skeleton: PyTree) -> "Structure":
@@ -94,7 +90,7 @@ class Structure:
     def skeleton(self) -> PyTree:
         """The tree with slots in place of arrays, as a value that can be sent."""
         return self.treedef.unflatten(
-            [x.value if isinstance(x, StaticLeaf) else x for x in self.leaves]
+            [x if isinstance(x, ArraySlot) else x[1] for x in self.leaves]
         )
 
     def tree(self, arrays: Sequence[jax.Array]) -> PyTree:
@@ -102,15 +98,15 @@ class Structure:
         return self.treedef.unflatten([_filled(x, arrays) for x in self.leaves])
 
 
-def _static(leaf: Hashable) -> StaticLeaf:
+def _static(leaf: Hashable) -> Place:
     # With its type: members of two enumerations may be equal, and would find each
     # other's program.
-    return StaticLeaf(type(leaf), leaf)
+    return type(leaf), leaf
 
 
-def _filled(place: ArraySlot | StaticLeaf, arrays: Sequence[jax.Array]) -> PyTree:
-    if isinstance(place, StaticLeaf):
-        return place.value
+def _filled(place: Place, arrays: Sequence[jax.Array]) -> PyTree:
+    if not isinstance(place, ArraySlot):
+        return place[1]
     array = arrays[place.index]
     return jax.random.wrap_key_data(array, impl=place.key) if place.key else array
 
@@ -124,7 +120,7 @@ def taken_apart(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[jax.Array] = []
-    places: list[ArraySlot | StaticLeaf] = []
+    places: list[Place] = []
     for leaf in leaves:
         if _is_array(leaf):
             array, key = _words(leaf)

@@ -87,30 +87,16 @@ class ServedFunction:
         return arrays_of(result, self.name)
 
 
-class ServedFunctions:
-    """The functions that one worker runs for others, by number."""
+ServedFunctions = LRUCache[int, ServedFunction]
+"""The functions that one worker runs for others, by number."""
 
-    def __init__(self) -> None:
-        self._known: LRUCache[int, ServedFunction] = LRUCache(_MOST)
-        # Random, because a caller may know numbers of a predecessor of this worker.
-        self._numbers = itertools.count(randbits(62))
+# Random, because a caller may know numbers of a predecessor of this worker.
+_numbers = itertools.count(randbits(62))
 
-    def add(self, program: ServedFunction) -> int:
-        """Adds a function and returns its number; evicts the least recently used."""
-        number = next(self._numbers)
-        self._known.put(number, program)
-        return number
 
-    def find(self, number: int) -> ServedFunction:
-        """Finds the function of a number.
-
-        Raises:
-          UnknownFunction: There is none, or not any more.
-        """
-        found = self._known.get(number)
-        if found is None:
-            raise UnknownFunction(number)
-        return found
+def install(agent: Agent) -> None:
+    """Gives a worker room for the functions that it runs for others."""
+    agent.extension_state[STATE] = LRUCache(_MOST)
 
 
 def describe(
@@ -148,7 +134,8 @@ def describe(
     with use_abstract_mesh(_NO_MESH):
         results = jax.eval_shape(traced, *abstract)
     # After the trace: a function that fails there gets no number.
-    number = _programs(agent).add(program)
+    number = next(_numbers)
+    _programs(agent).put(number, program)
     return number, found[0].skeleton, [abstract_of(x) for x in results]
 
 
@@ -171,7 +158,9 @@ def perform(
       Exception: Whatever the function raises.
     """
     agent = current_agent()
-    program = _programs(agent).find(number)
+    program = _programs(agent).get(number)
+    if program is None:
+        raise UnknownFunction(number)
     _say(agent, program.function)
     # Functions that it calls remotely are called as this worker: hence the name.
     arguments = tuple(

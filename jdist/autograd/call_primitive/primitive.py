@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jdist._compat import device_count_of, is_traced, unrepeatable_effect
+from jdist._compat import beside, device_count_of, is_traced, unrepeatable_effect
 from jdist._errors import requirement, type_error
 from jdist._tree import PyTree, is_inexact
 from jdist.autograd.call_primitive import callback
@@ -273,28 +273,26 @@ def _transpose(
 ) -> list[jax.Array | None]:
     count = len(arguments) - len(wanted)
     primals = arguments[:count]
-    pairs = list(zip(varying, cotangents, strict=True))
+    given = zip(varying, cotangents, strict=True)
     # Symbolic zeros are neither sent nor computed with.
-    present = [(i, ct) for i, ct in pairs if type(ct) is not ad.Zero]
+    present = [(i, ct) for i, ct in given if type(ct) is not ad.Zero]
     if not present:
         return [None] * len(arguments)
     operation = Pullback(wanted, tuple(i for i, _ in present))
     kinds = tuple(abstract_of(primals[i])._replace(weak=False) for i in wanted)
     arrays = [*primals, *[ct for _, ct in present]]
     found = _bind(target, (*operations, operation), kinds, arrays)
-    beside = zip(found, (primals[i] for i in wanted), strict=True)
-    placed: list[jax.Array | None] = [_beside(*pair) for pair in beside]
+    pairs = zip(found, (primals[i] for i in wanted), strict=True)
+    placed: list[jax.Array | None] = [_beside(*pair) for pair in pairs]
     return [None] * count + placed
 
 
 def _beside(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """Places a cotangent beside its argument, if that is committed to a device."""
+    """Places a cotangent beside its argument."""
     arrays = isinstance(primal, jax.Array) and isinstance(cotangent, jax.Array)
     if not arrays or is_traced(primal) or is_traced(cotangent):
         return cotangent
-    if not primal.committed or primal.sharding == cotangent.sharding:
-        return cotangent
-    return jax.device_put(cotangent, primal.sharding)
+    return beside(cotangent, primal)
 
 
 def _refuse_forward_mode(*_: object, target: Target, **__: object) -> NoReturn:

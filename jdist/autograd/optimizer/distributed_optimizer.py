@@ -11,12 +11,16 @@ from jdist._compat import called_outside_mesh
 from jdist._errors import check_number, listed, type_error, value_error
 from jdist._tree import PyTree, descriptions
 from jdist.autograd.contexts import here
-from jdist.autograd.optimizer import owned_optimizer
-from jdist.autograd.optimizer.owned_optimizer import check_same
+from jdist.autograd.optimizer.owned_optimizer import (
+    CREATE,
+    OwnedOptimizer,
+    check_same,
+    kind_of,
+)
 from jdist.optim import Optimizer
 from jdist.optim.internal import shrinking, sum_of
-from jdist.rpc import Future, RemoteModule, RRef, WorkerInfo
-from jdist.rpc.extension import NEEDS, Agent, current, current_agent
+from jdist.rpc import RemoteModule, RRef, WorkerInfo
+from jdist.rpc.extension import NEEDS, current, current_agent
 
 _CALL = "DistributedOptimizer"
 
@@ -104,13 +108,13 @@ class DistributedOptimizer:
         self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         complaint = "Error creating optimizer."
-        made = _ask_all(owned_optimizer.CREATE, bodies, current.DEFAULT, complaint)
+        made = _ask_all(CREATE, bodies, current.DEFAULT, complaint)
         self._parts: dict[WorkerInfo, RRef[Any]] = {
             w: part for w, (part, _) in made.items()
         }
         # Only now that all owners have masters: after an error no value is rounded.
         if any(has_masters for _, has_masters in made.values()):
-            self._ask(owned_optimizer.BEGIN, complaint, current.DEFAULT)
+            self._ask(OwnedOptimizer.begin, complaint, current.DEFAULT)
 
     @called_outside_mesh
     def step(
@@ -157,7 +161,7 @@ class DistributedOptimizer:
             norm = self._norm(context_id, max_norm, timeout)
             factor = np.asarray(shrinking(norm, max_norm))
         arguments = (context_id, factor, values)
-        self._ask(owned_optimizer.STEP, "Error running optimizer.", timeout, arguments)
+        self._ask(OwnedOptimizer.step, "Error running optimizer.", timeout, arguments)
         # A context that ended meanwhile had no gradients on some owners, which then did
         # not step: that must raise.
         here().retrieve(context_id)
@@ -178,7 +182,7 @@ class DistributedOptimizer:
           ExceptionGroup: Some owners failed.
         """
         complaint = "Error reading the optimizer's state."
-        answers = self._ask(owned_optimizer.READ, complaint, timeout)
+        answers = self._ask(OwnedOptimizer.read, complaint, timeout)
         return {worker.name: numbers for worker, numbers in answers.items()}
 
     def load_state(self, state: State, timeout: float = current.DEFAULT) -> None:
@@ -195,21 +199,21 @@ class DistributedOptimizer:
           ExceptionGroup: Some owners failed.
         """
         complaint = "Error loading the optimizer's state."
-        here = self._ask(owned_optimizer.DESCRIBE, complaint, timeout)
+        here = self._ask(OwnedOptimizer.describe, complaint, timeout)
         found = {worker.name: description for worker, description in here.items()}
         given = {name: descriptions(numbers) for name, numbers in state.items()}
         # All owners are compared before one is written to.
         for name in sorted(found.keys() | given.keys()):
             check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
         bodies = {w: (part, state[w.name]) for w, part in self._parts.items()}
-        _ask_all(owned_optimizer.WRITE, bodies, timeout, complaint)
+        _ask_all(kind_of(OwnedOptimizer.write), bodies, timeout, complaint)
 
     def _norm(self, context_id: int, max_norm: float, timeout: float) -> jax.Array:
         rule = "must be at least 0"
         check_number(f"{_CALL}.step(max_norm=...)", max_norm, rule, lambda n: n >= 0)
         self._refuse_unequal_norms()
         complaint = "Error running optimizer, in the norm of the gradients."
-        answers = self._ask(owned_optimizer.SQUARES, complaint, timeout, (context_id,))
+        answers = self._ask(OwnedOptimizer.squares, complaint, timeout, (context_id,))
         found: dict[int, Any] = {}
         for squares in answers.values():
             # By position, and added in that order: the norm does not depend on the
@@ -233,10 +237,14 @@ class DistributedOptimizer:
             raise value_error(argument, rule, "both kinds", remedy)
 
     def _ask(
-        self, kind: str, complaint: str, timeout: float, arguments: tuple[Any, ...] = ()
+        self,
+        operation: Callable[..., Any],
+        complaint: str,
+        timeout: float,
+        arguments: tuple[Any, ...] = (),
     ) -> dict[WorkerInfo, Any]:
         bodies = {worker: (part, *arguments) for worker, part in self._parts.items()}
-        return _ask_all(kind, bodies, timeout, complaint)
+        return _ask_all(kind_of(operation), bodies, timeout, complaint)
 
 
 def _check_factory(optimizer: object) -> None:
@@ -284,16 +292,17 @@ def _ask_all(
     """
     agent = current_agent()
     *others, (last, last_body) = bodies.items()
-    asked = {
-        worker: _begun(agent, worker, kind, body, timeout) for worker, body in others
-    }
     # One owner is asked on this thread itself, which saves a hand-off.
     waits: dict[WorkerInfo, Callable[[], Any]] = {
-        last: lambda: agent.call(last, kind, last_body, timeout, _META),
-        **{worker: future.wait for worker, future in asked.items()},
+        last: lambda: agent.call(last, kind, last_body, timeout, _META)
     }
     answers: dict[WorkerInfo, Any] = {}
     errors: dict[WorkerInfo, Exception] = {}
+    for worker, body in others:
+        try:
+            waits[worker] = agent.call_async(worker, kind, body, timeout, _META).wait
+        except Exception as error:  # noqa: BLE001 - raised below, all together
+            errors[worker] = error
     for worker, wait in waits.items():
         # All answers are awaited, also after an error: the owners step regardless, and
         # the caller must know which have.
@@ -304,17 +313,6 @@ def _ask_all(
     if errors:
         raise _all_of(errors, answers, complaint)
     return answers
-
-
-def _begun(
-    agent: Agent, worker: WorkerInfo, kind: str, body: object, timeout: float
-) -> Future[Any]:
-    try:
-        return agent.call_async(worker, kind, body, timeout, _META)
-    except Exception as error:  # noqa: BLE001 - it is that owner's, as if it came later
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
 
 
 def _all_of(

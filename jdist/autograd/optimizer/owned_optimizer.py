@@ -245,27 +245,22 @@ def _refilled(numbers: np.ndarray, leaf: PyTree) -> jax.Array:
 
 
 CREATE = "optimizer.create"
-BEGIN = "optimizer.begin"
-SQUARES = "optimizer.squares"
-STEP = "optimizer.step"
-READ = "optimizer.read"
-DESCRIBE = "optimizer.describe"
-WRITE = "optimizer.write"
+"""Kind of the requests that make an owner's part."""
+
+
+def kind_of(operation: Callable[..., Any]) -> str:
+    """The kind of the requests for a method of `OwnedOptimizer`."""
+    return f"optimizer.{operation.__name__}"
 
 
 def install(agent: Agent) -> None:
     """Registers the handlers by which others step this worker's variables."""
     agent.register(CREATE, _create)
-    operations: dict[str, Callable[..., Any]] = {
-        BEGIN: OwnedOptimizer.begin,
-        SQUARES: OwnedOptimizer.squares,
-        STEP: OwnedOptimizer.step,
-        READ: OwnedOptimizer.read,
-        DESCRIBE: OwnedOptimizer.describe,
-        WRITE: OwnedOptimizer.write,
-    }
-    for kind, operation in operations.items():
-        agent.register(kind, _answering(operation))
+    owned = OwnedOptimizer
+    for operation in (
+        owned.begin, owned.squares, owned.step, owned.read, owned.describe, owned.write
+    ):  # fmt: skip
+        agent.register(kind_of(operation), _answering(operation))
 
 
 def _answering(operation: Callable[..., Any]) -> Callable[..., Any]:

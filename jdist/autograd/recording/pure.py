@@ -22,6 +22,7 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, SupportsInt, TypeVar
 
 import jax
@@ -224,33 +225,22 @@ class _UndifferentiatedArray(NamedTuple):
         return _given(given, wanted=False)
 
 
+@dataclass(frozen=True, slots=True)
 class _StaticArgument:
     """A value that is part of the compiled function; equal by its key.
 
-    Args:
-      value: The value.
+    Attributes:
+      held: The value.
       key: Its key; a new object where the value certainly equals no other.
       case: The part of its key that versions of the value share.
     """
 
-    __slots__ = ("_key", "_value", "case")
-
-    def __init__(self, value: object, key: Hashable, case: Hashable) -> None:
-        self._value = value
-        self._key = key
-        self.case = case
+    held: object = field(compare=False)
+    key: Hashable
+    case: Hashable = field(compare=False)
 
     def value(self, given: Iterator[ArrayLike]) -> PyTree:
-        return self._value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StaticArgument) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return repr(self._value)
+        return self.held
 
 
 TakenLeaf = DifferentiatedTree | _UndifferentiatedArray | _StaticArgument
@@ -297,12 +287,15 @@ def _take(
     if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
         _refuse_closure(leaf)
         return _ARGUMENTS.get(
-            leaf, (), lambda contents: _StaticFunction(leaf, contents)
+            leaf,
+            (),
+            lambda contents: _StaticFunction(leaf, object(), contents.code, contents),
         )
     key = _key(leaf)
     return _StaticArgument(leaf, key, key)
 
 
+@dataclass(frozen=True, slots=True)
 class _StaticFunction(_StaticArgument):
     """A function or class as part of the compiled function, until it changes.
 
@@ -310,11 +303,7 @@ class _StaticFunction(_StaticArgument):
       contents: What it reads.
     """
 
-    __slots__ = ("contents",)
-
-    def __init__(self, value: PyTree, contents: Contents) -> None:
-        super().__init__(value, object(), contents.code)
-        self.contents = contents
+    contents: Contents = field(compare=False)
 
 
 def _key(leaf: object) -> Hashable:

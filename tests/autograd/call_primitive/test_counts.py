@@ -183,7 +183,7 @@ def forgotten():
 def forget_programs():
     from jdist.rpc.base import current
 
-    callee._programs(current.worker())._known.clear()
+    callee._programs(current.worker()).clear()
 
 
 def test_a_callee_that_has_forgotten_a_function_is_told_again(cluster):
@@ -192,8 +192,8 @@ def test_a_callee_that_has_forgotten_a_function_is_told_again(cluster):
 
 def test_what_is_remembered_is_bounded(threads):
     with mock.patch.object(callee, "_MOST", 3), rpc.use_worker("worker1"):
-        served = callee.ServedFunctions()
-        current_agent().extension_state[callee.STATE] = served
+        callee.install(current_agent())
+        served = callee._programs(current_agent())
     for size in range(1, 9):
         autograd.remote_call("worker1", functions.loss, jnp.ones(size))
-    assert len(served._known) == 3
+    assert len(served) == 3
