@@ -92,8 +92,11 @@ def backward(
       Array([6., 8.], dtype=float32)
     """
     container = here()
+    run = functools.partial(
+        _pass, container, context_id, roots, mode, retain_graph, timeout, cotangents
+    )
     if not container.replicated:
-        _pass(container, context_id, roots, mode, retain_graph, timeout, cotangents)
+        run()
         return
     groups = groups_with_variables(container)
 
@@ -104,11 +107,7 @@ def backward(
                 passes.enter_context(group)
             # Gradients found count only once all trainers have reduced them.
             found: dict[Variable, PyTree] = {}
-            ended = _pass(
-                container, context_id, roots, mode, retain_graph, timeout, cotangents,
-                found,
-            )  # fmt: skip
-            gradients = reduced(groups, found, ended.deadline)
+            gradients = reduced(groups, found, run(found).deadline)
         container.retrieve(context_id).accumulate(gradients)
 
     InterruptSafeLock.releasing_all([group.lock for group in groups], act)

@@ -90,7 +90,6 @@ class StepQueue:
     Example:
       >>> queue, done = StepQueue(None), []
       >>> queue.put(lambda: (queue.put(lambda: done.append(2)), done.append(1)))
-      True
       >>> done
       [1, 2]
 
@@ -106,22 +105,19 @@ class StepQueue:
         self._context = contextvars.Context()
         self._context.run(current.scope.set, scope)
 
-    def put(self, step: Step) -> bool:
+    def put(self, step: Step) -> None:
         """Runs a step now, or leaves it to the thread that is running another.
 
         Args:
           step: Must not raise an `Exception`. An interrupt while it runs, such as
             Ctrl-C, is raised to the caller; the remaining steps run with the next one.
-
-        Returns:
-          Whether this thread ran it.
         """
-        waiting, running, ran = self.waiting, self._running, False
+        waiting, running = self.waiting, self._running
         # Appended before the lock is tried: the thread that holds it looks again before
         # it goes.
         waiting.append(step)
         if running.held:  # by this thread, which is within a step
-            return False
+            return
         try:
             # Again: a step may be left just before another thread releases the lock.
             while waiting:
@@ -131,13 +127,11 @@ class StepQueue:
                     # In a context of its own: a step must not run under the deadline of
                     # the thread that brings it.
                     self._context.run(self._work)
-                    ran = True
                 finally:
                     running.release()
         except BaseException:
             running.release()  # an interrupt may have come before the first release
             raise
-        return ran
 
     def _work(self) -> None:
         waiting = self.waiting
@@ -186,16 +180,15 @@ class Sweep:
       starts: As for `dependencies`.
 
     Attributes:
-      counts: The number of arrivals at each node.
       left: Number of nodes that have not run.
     """
 
-    __slots__ = ("_expected", "_ready", "_summands", "counts", "left")
+    __slots__ = ("_expected", "_ready", "_summands", "left")
 
     def __init__(self, starts: Iterable[Node]) -> None:
-        self.counts = dependencies(starts)
-        self.left = len(self.counts)
-        self._expected = self.counts.copy()
+        # The number of arrivals at each node that are missing.
+        self._expected = dependencies(starts)
+        self.left = len(self._expected)
         self._summands: dict[tuple[Node, int], list[Summand]] = {}
         self._ready: deque[Node] = deque()
 
@@ -351,10 +344,7 @@ class LocalPass:
         self, gradients: Sequence[MessageGradient], unanswered: UnansweredRequest
     ) -> None:
         """Handles a request with gradients."""
-        self._put(
-            partial(self._received, gradients, unanswered),
-            partial(self._refuse, unanswered),
-        )
+        self._put(partial(self._received, gradients, unanswered), unanswered)
 
     def fail(self, failure: PassFailure) -> None:
         """Fails the pass on all workers."""
@@ -376,11 +366,9 @@ class LocalPass:
         """Names the send functions here whose gradients have not come."""
         return ", ".join(node.name for node in list(self._awaited.values()))
 
-    def _put(
-        self, step: Step, otherwise: Callable[[PassFailure], object] | None = None
-    ) -> None:
-        """Queues `step()`, or `otherwise` if the pass has failed."""
-        self._steps.put(partial(self._take, step, otherwise))
+    def _put(self, step: Step, unanswered: UnansweredRequest | None = None) -> None:
+        """Queues `step()`; if the pass has failed, that is the answer to a request."""
+        self._steps.put(partial(self._take, step, unanswered))
 
     # --- requests to other workers ---
 
@@ -414,12 +402,11 @@ class LocalPass:
 
     # --- steps ---
 
-    def _take(
-        self, step: Step, otherwise: Callable[[PassFailure], object] | None
-    ) -> None:
+    def _take(self, step: Step, unanswered: UnansweredRequest | None) -> None:
         if self._failure is not None:
-            if otherwise is not None:
-                otherwise(self._failure)
+            if unanswered is not None:
+                failed = GradientAnswer((), {}, self._failure)
+                unanswered.answer.set_result(failed.pack())
             return
         try:
             step()
@@ -465,10 +452,6 @@ class LocalPass:
         self._detector.asked(unanswered)
         self._begin()
         self._feed(gradients)
-
-    def _refuse(self, unanswered: UnansweredRequest, failure: PassFailure) -> None:
-        """Answers a request for a pass that has failed."""
-        unanswered.answer.set_result(GradientAnswer((), {}, failure).pack())
 
     def _answered(self, answer: GradientAnswer) -> None:
         """Takes the answer to a request."""

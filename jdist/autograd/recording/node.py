@@ -6,6 +6,7 @@ functions, where the graph continues on another worker. Nodes are kept alive by 
 that were computed from them; a context only lists the nodes that cross workers.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -341,19 +342,16 @@ class RecvNode(Node):
 
 def below(inputs: Iterable[Edge | None]) -> Reach | None:
     """Return the union of the reaches of the nodes of these edges."""
-    found: Reach | None = NOWHERE
-    for edge in inputs:
-        # Identity first: most inputs share one set, and a union of it costs.
-        if edge is not None and edge.node.reach is not found:
-            found = join(found, edge.node.reach)
-    return found
+    reaches = [edge.node.reach for edge in inputs if edge is not None]
+    return functools.reduce(join, reaches, NOWHERE)
 
 
 def join(one: Reach | None, other: Reach | None) -> Reach | None:
     """Return the union of both; None if it is too large or either is None."""
     if one is None or other is None:
         return None
-    if other <= one:
+    # Identity first: most inputs share one set, and to compare it costs.
+    if other is one or other <= one:
         return one  # most nodes share their inputs' set, and take no memory for it
     if one <= other:
         return other

@@ -160,7 +160,7 @@ def test_random_graphs_run_every_function_that_is_reached_once(edges, data):
         sweep.add(start, 0, ((), position, 1.0))
         sweep.arrive(start)
     ran = [name for name, _ in run(sweep)]
-    assert sorted(ran) == sorted(node.name for node in sweep.counts)
+    assert sorted(ran) == sorted(node.name for node in sweep._expected)
     # A function runs after all that use it.
     place = {name: number for number, name in enumerate(ran)}
     for number, uses in enumerate(edges):
