@@ -207,23 +207,16 @@ class TrainableModule(StandIn):
         self, name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> PyTree:
         refuse_in_pure("a call of the module {}", self._function.__name__)
-        # Without a state calls change nothing, and run at the same time.
-        if not self._state:
-            return self._record(name, args, kwargs)[0]
 
         def act() -> PyTree:
-            output, state = self._record(name, args, kwargs)
+            given = (self._layout, self._variables, self._state, name, args, kwargs)
+            output, state = record(self._function, given, {})
             # Only after the call: one that raises leaves the state as it was.
             self._state = tuple(state)
             return output
 
-        return self._alone(act)
-
-    def _record(
-        self, name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> PyTree:
-        given = (self._layout, self._variables, self._state, name, args, kwargs)
-        return record(self._function, given, {})
+        # Without a state calls change nothing, and run at the same time.
+        return self._alone(act) if self._state else act()
 
     def _set_mode(self, name: str, attributes: Mapping[str, object]) -> None:
 
@@ -231,11 +224,11 @@ class TrainableModule(StandIn):
             changed = self.original()
             getattr(changed, name)(**attributes)
             layout = _ModuleLayout(taken_apart(changed, is_inexact))
+            # By equality: a structure may have attributes that cannot be hashed.
             known = [each for each in self._layouts if each.graph == layout.graph]
-            # By its structure: a mode that comes again finds its compiled functions.
+            self._layout = known[0] if known else layout
             if not known:
                 self._layouts.append(layout)
-            self._layout = known[0] if known else layout
 
         self._alone(act)
 

@@ -7,6 +7,7 @@ where JAX rebuilds the tree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NoReturn
 from weakref import ref
@@ -29,7 +30,7 @@ from jdist.segment._programs.split import Split
 Version = tuple[Callable[[], Any], ...]
 
 
-@jax.tree_util.register_pytree_node_class
+@dataclass(slots=True, eq=False, repr=False)
 class Residuals:
     """Values that one forward pass keeps for its backward pass: a pytree of arrays.
 
@@ -38,37 +39,18 @@ class Residuals:
     from parameters only.
     """
 
-    __slots__ = ("arrays", "layout", "plan", "version")
-
-    def __init__(
-        self,
-        plan: ForwardPlan,
-        arrays: tuple[Any, ...],
-        version: Version | None = None,
-        layout: Layout = None,
-    ) -> None:
-        self.plan = plan
-        self.arrays = arrays
-        self.version = version
-        self.layout = layout
+    plan: ForwardPlan
+    arrays: tuple[Any, ...]
+    version: Version | None = None
+    layout: Layout = None
 
     @property
     def owner(self) -> object:
         """Identity token shared by the residuals of one function and no others."""
         return self.plan.owner
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], ForwardPlan]:
-        """The arrays as children; the plan is part of the structure."""
-        return self.arrays, self.plan
 
-    @classmethod
-    def tree_unflatten(cls, plan: ForwardPlan, arrays: Sequence[Any]) -> "Residuals":
-        """Residuals of the same plan, without a version of the parameters."""
-        # JAX rebuilds trees with other arrays, of which the version need not be true.
-        return cls(plan, tuple(arrays))
-
-
-@jax.tree_util.register_pytree_node_class
+@dataclass(slots=True, eq=False, repr=False)
 class Rest:
     """The result of `backward_inputs` for `backward_params`: a pytree of arrays.
 
@@ -76,28 +58,14 @@ class Rest:
     computed values that would otherwise be computed again.
     """
 
-    __slots__ = ("arrays", "layout", "split")
-
-    def __init__(
-        self, split: Split, arrays: tuple[Any, ...], layout: Layout = None
-    ) -> None:
-        self.split = split
-        self.arrays = arrays
-        self.layout = layout
+    split: Split
+    arrays: tuple[Any, ...]
+    layout: Layout = None
 
     @property
     def owner(self) -> object:
         """Identity token shared by the values of one function and no others."""
         return self.split.gradient.plan.owner
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Split]:
-        """The arrays as children; how to use them is part of the structure."""
-        return self.arrays, self.split
-
-    @classmethod
-    def tree_unflatten(cls, split: Split, arrays: Sequence[Any]) -> "Rest":
-        """The same with other arrays."""
-        return cls(split, tuple(arrays))
 
     @property
     def computed(self) -> list[Any]:
@@ -125,6 +93,11 @@ class Rest:
                 for group, place in split.locations.places
             ),
         )
+
+
+# JAX rebuilds trees with other arrays, of which version and layout need not be true.
+jax.tree_util.register_dataclass(Residuals, ["arrays"], ["plan"], ["version", "layout"])
+jax.tree_util.register_dataclass(Rest, ["arrays"], ["split"], ["layout"])
 
 
 # --- identity and sharding of arrays ---

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._compat import beside, called_outside_mesh, placed_at
+from jdist._compat import beside, called_outside_mesh
 from jdist._errors import check_choice, check_flags, check_type, value_error
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
@@ -144,7 +144,7 @@ def _pass(
     check_flags("backward", retain_graph=retain_graph)
     # Within a call of another worker its deadline counts too.
     limit = current.resolve(timeout, agent.default_timeout, current.deadline())
-    seeds = _roots(roots, cotangents)
+    seeds = _roots(container, roots, cotangents)
     local_pass = _begin(context, seeds, mode, retain_graph, limit)
     local_pass.withheld = withheld
     try:
@@ -179,7 +179,9 @@ def _await(local_pass: LocalPass, context_id: int, worker: str) -> None:
 
 
 def _roots(
-    roots: Sequence[Recorded], cotangents: Sequence[ArrayLike] | None
+    container: Container,
+    roots: Sequence[Recorded],
+    cotangents: Sequence[ArrayLike] | None,
 ) -> list[Root]:
     """Check the roots and pair them with their cotangents.
 
@@ -195,7 +197,7 @@ def _roots(
         rule = "must have a value: No tensors provided for gradient computation"
         raise refused(call, rule, "none")
     if cotangents is None:
-        return [_scalar_root(position, root) for position, root in enumerate(roots)]
+        return [_scalar_root(container, *each) for each in enumerate(roots)]
     call = "backward(cotangents=...)"
     rule = "must be a list of arrays, one for each root"
     check_type(call, cotangents, list | tuple, rule)
@@ -206,7 +208,7 @@ def _roots(
     return [_seeded_root(position, root, value) for position, (root, value) in pairs]
 
 
-def _scalar_root(position: int, root: Recorded) -> Root:
+def _scalar_root(container: Container, position: int, root: Recorded) -> Root:
     value = _value_of_root(position, root)
     if value.size != 1:
         rule = (
@@ -214,22 +216,7 @@ def _scalar_root(position: int, root: Recorded) -> Root:
         )
         remedy = "Give cotangents=, one for each root, or take a sum."
         raise refused("backward(roots)", rule, f"shape {value.shape}", remedy)
-    of = value.shape, value.dtype, value.sharding, value.committed
-    seed = _one(*of)
-    # A gradient may be the seed itself, and its user may have donated it.
-    if seed.is_deleted():
-        _one.cache_clear()
-        seed = _one(*of)
-    return Root(root.edge, seed)
-
-
-# Kept, because to make one takes longer than a small backward pass.
-@functools.lru_cache(64)
-def _one(
-    shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding, tied: bool
-) -> jax.Array:
-    """Makes the cotangent of a scalar root of this kind."""
-    return placed_at(np.ones(shape, dtype), place, tied)
+    return Root(root.edge, container.received(np.ones(value.shape, value.dtype)))
 
 
 def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
@@ -286,7 +273,7 @@ def install(container: Container) -> None:
         def begin(computed: Future[type]) -> None:
             computed.value()
             context = container.retrieve(context_id)
-            seeds = _roots([rref.local_value()], None)
+            seeds = _roots(container, [rref.local_value()], None)
             local_pass = _begin(context, seeds, "smart", retain_graph, limit, outcome)
 
             def given_up() -> None:

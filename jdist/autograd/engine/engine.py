@@ -262,7 +262,7 @@ class Root(NamedTuple):
     """
 
     edge: Edge
-    cotangent: jax.Array
+    cotangent: Numbers
 
 
 class LocalPass:
