@@ -30,9 +30,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import thread_pool_size
 from jdist._errors import requirement
-from jdist.autograd.call_primitive.arguments import AbstractArray, abstract_of
-from jdist.autograd.call_primitive.caller import Target, calling
-from jdist.autograd.call_primitive.transforms import Transform
+from jdist.autograd.call_primitive.arguments import abstract_of
+from jdist.autograd.call_primitive.caller import Call, calling
 from jdist.rpc import RemoteError, RpcError
 
 
@@ -101,13 +100,8 @@ def callback_threads() -> CallbackThreads:
     return CallbackThreads(thread_pool_size())
 
 
-def staged_on_cpu(
-    target: Target,
-    operations: tuple[Transform, ...],
-    results: Sequence[AbstractArray],
-    arrays: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Stages the call into the program that is being traced, on CPU."""
+def staged_on_cpu(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Stages a call into the program that is being traced, on CPU."""
 
     kinds = [abstract_of(x) for x in arrays]
 
@@ -115,44 +109,35 @@ def staged_on_cpu(
         views = zip(map(np.asarray, inputs), kinds, strict=True)
         # Back from the dtype in which the buffer carries them.
         given = [view.astype(kind.dtype, copy=False) for view, kind in views]
-        found = _waited_for(target, operations, results, given)
+        found = _waited_for(call, given)
         for buffer, result in zip(buffers, found, strict=True):
             np.asarray(buffer)[...] = result
 
     # A side effect: XLA neither drops it nor makes it twice.
-    shapes = [jax.ShapeDtypeStruct(k.shape, _carrier(k.dtype)) for k in results]
+    shapes = [jax.ShapeDtypeStruct(k.shape, _carrier(k.dtype)) for k in call.results]
     staged = buffer_callback(run, shapes, has_side_effect=True)
     found = staged(
         *[x.astype(_carrier(k.dtype)) for x, k in zip(arrays, kinds, strict=True)]
     )
-    return [x.astype(k.dtype) for x, k in zip(found, results, strict=True)]
+    return [x.astype(k.dtype) for x, k in zip(found, call.results, strict=True)]
 
 
-def staged_elsewhere(
-    target: Target,
-    operations: tuple[Transform, ...],
-    results: Sequence[AbstractArray],
-    arrays: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Stages the call on accelerators, whose buffers NumPy cannot read."""
+def staged_elsewhere(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Stages a call on accelerators, whose buffers NumPy cannot read."""
 
     def run(*inputs: ArrayLike) -> list[jax.Array]:
-        return _waited_for(target, operations, results, inputs)
+        return _waited_for(call, inputs)
 
-    shapes = [jax.ShapeDtypeStruct(k.shape, k.dtype) for k in results]
+    shapes = [jax.ShapeDtypeStruct(k.shape, k.dtype) for k in call.results]
     return io_callback(run, shapes, *arrays)
 
 
-def _waited_for(
-    target: Target,
-    operations: tuple[Transform, ...],
-    results: Sequence[AbstractArray],
-    inputs: Sequence[ArrayLike],
-) -> list[jax.Array]:
+def _waited_for(call: Call, inputs: Sequence[ArrayLike]) -> list[jax.Array]:
+    target = call.target
     try:
         arrays = [np.asarray(x) for x in inputs]
         with callback_threads().occupied(str(target)), calling(target) as caller:
-            return caller.call(target, operations, arrays, results, host=True)
+            return caller.make(call, arrays, host=True)
     except Exception as error:  # noqa: BLE001 - XLA hands it to the caller
         # XLA makes one text of type and message, and drops notes, among which is the
         # traceback of the other worker.

@@ -52,6 +52,20 @@ class Target:
         return f"remote_call({self.to!r}, {name})"
 
 
+class Call(NamedTuple):
+    """A call of a target after operations, without its arrays.
+
+    Attributes:
+      target: The target.
+      operations: In order.
+      results: Shapes and dtypes of the results.
+    """
+
+    target: Target
+    operations: tuple[Transform, ...]
+    results: tuple[AbstractArray, ...]
+
+
 class FunctionDescription(NamedTuple):
     """The callee's description of a target.
 
@@ -95,27 +109,21 @@ class RemoteFunctions:
         self._known.put(target, found)
         return found
 
-    def call(
-        self,
-        target: Target,
-        operations: tuple[Transform, ...],
-        arrays: Sequence[jax.Array] | Sequence[np.ndarray],
-        expected: Sequence[AbstractArray],
-        host: bool,
+    def make(
+        self, call: Call, arrays: Sequence[jax.Array] | Sequence[np.ndarray], host: bool
     ) -> list[jax.Array]:
-        """Runs a target after operations on these arrays, in one exchange.
+        """Makes a call with these arrays, in one exchange.
 
         Args:
-          target: The target.
-          operations: In order.
+          call: The call.
           arrays: Those of the arguments, and those that operations add.
-          expected: Kinds of the results.
-          host: Whether these are to be NumPy arrays.
+          host: Whether the results are to be NumPy arrays.
 
         Raises:
           ValueError: The results are of other kinds.
           Exception: What `perform` and `rpc_sync` raise.
         """
+        target, operations, expected = call
 
         def once() -> list[jax.Array]:
             # Asked for in each attempt: the number may be a new one.

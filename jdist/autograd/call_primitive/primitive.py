@@ -31,13 +31,10 @@ from jdist.autograd.call_primitive.arguments import (
     abstract_of,
     taken_apart,
 )
-from jdist.autograd.call_primitive.caller import Target, caller_of, calling
-from jdist.autograd.call_primitive.transforms import Pullback, Transform, Vmap
+from jdist.autograd.call_primitive.caller import Call, Target, caller_of, calling
+from jdist.autograd.call_primitive.transforms import Pullback, Vmap
 from jdist.rpc import WorkerInfo
 from jdist.rpc.extension import current, current_agent, named
-
-Operations = tuple[Transform, ...]
-Kinds = tuple[AbstractArray, ...]
 
 EFFECT = unrepeatable_effect(
     "autograd.remote_call, which must not be made a second time in the backward pass. "
@@ -131,7 +128,8 @@ def remote_call(
     # Before the primitive is bound: JAX needs the shapes of the results, and only the
     # callee's code determines them.
     known = caller_of(agent).known(target)
-    return known.structure.tree(_bind(target, (), known.kinds, arrays))
+    found = call_p.bind(*arrays, call=Call(target, (), known.kinds))
+    return known.structure.tree(found)
 
 
 def _unbound(
@@ -151,36 +149,23 @@ def _unbound(
             return fn, args, kwargs
 
 
-def _bind(
-    target: Target, operations: Operations, results: Kinds, arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Binds the call of a target after operations to the current transformations."""
-    return call_p.bind(*arrays, target=target, operations=operations, results=results)
-
-
 # --- without a transformation, and compiled ---
 
 
-def _run(
-    *arrays: jax.Array, target: Target, operations: Operations, results: Kinds
-) -> list[jax.Array]:
+def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
     # Constants may be of JAX's own literal classes, which do not travel.
     given = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
-    with calling(target) as caller:
-        return caller.call(target, operations, given, results, host=False)
+    with calling(call.target) as caller:
+        return caller.make(call, given, host=False)
 
 
-def _abstract(kinds: Kinds) -> list[ShapedArray]:
+def _abstract(kinds: Sequence[AbstractArray]) -> list[ShapedArray]:
     return [ShapedArray(k.shape, k.dtype, weak_type=k.weak) for k in kinds]
 
 
 def _lower(stage: Any) -> Any:
     def lower(
-        context: mlir.LoweringRuleContext,
-        *values: LoweredValue,
-        target: Target,
-        operations: Operations,
-        results: Kinds,
+        context: mlir.LoweringRuleContext, *values: LoweredValue, call: Call
     ) -> LoweredValue:
         # XLA would call back once for each device.
         devices = device_count_of(context)
@@ -188,11 +173,11 @@ def _lower(stage: Any) -> Any:
             rule = "must be in a program for one device: each device would make it"
             remedy = "Call it outside of jit, which gathers sharded arrays."
             raise NotImplementedError(
-                requirement(str(target), rule, f"a program for {devices}", remedy)
+                requirement(str(call.target), rule, f"a program for {devices}", remedy)
             )
 
         def staged(*arrays: jax.Array) -> list[jax.Array]:
-            return stage(target, operations, results, arrays)
+            return stage(call, arrays)
 
         return mlir.lower_fun(staged, multiple_results=True)(context, *values)
 
@@ -200,9 +185,7 @@ def _lower(stage: Any) -> Any:
 
 
 call_p.def_impl(_run)
-call_p.def_effectful_abstract_eval(
-    lambda *_, results, **__: (_abstract(results), {EFFECT})
-)
+call_p.def_effectful_abstract_eval(lambda *_, call: (_abstract(call.results), {EFFECT}))
 mlir.register_lowering(call_p, _lower(callback.staged_elsewhere))
 mlir.register_lowering(call_p, _lower(callback.staged_on_cpu), platform="cpu")
 
@@ -211,18 +194,14 @@ mlir.register_lowering(call_p, _lower(callback.staged_on_cpu), platform="cpu")
 
 
 def _batch(
-    arrays: Sequence[jax.Array],
-    axes: Sequence[int | None],
-    *,
-    target: Target,
-    operations: Operations,
-    results: Kinds,
+    arrays: Sequence[jax.Array], axes: Sequence[int | None], *, call: Call
 ) -> tuple[list[Any], list[int]]:
     pairs = zip(arrays, axes, strict=True)
     size = next(array.shape[axis] for array, axis in pairs if axis is not None)
-    batched = tuple(k._replace(shape=(size, *k.shape)) for k in results)
+    batched = tuple(k._replace(shape=(size, *k.shape)) for k in call.results)
     # One call for the whole batch: the callee maps its function over the new axis.
-    found = _bind(target, (*operations, Vmap(tuple(axes))), batched, arrays)
+    operations = (*call.operations, Vmap(tuple(axes)))
+    found = call_p.bind(*arrays, call=Call(call.target, operations, batched))
     return found, [0] * len(found)
 
 
@@ -233,28 +212,16 @@ batching.primitive_batchers[call_p] = _batch
 
 
 def _differentiate(
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    *,
-    target: Target,
-    operations: Operations,
-    results: Kinds,
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call
 ) -> tuple[list[Any], list[Any]]:
     # The call itself; its derivative is bound beside it and made only if it is
     # transposed.
-    values = _bind(target, operations, results, primals)
+    values = call_p.bind(*primals, call=call)
     wanted = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     # Integers have no tangent that could be transposed.
-    varying = tuple(i for i, k in enumerate(results) if is_inexact(k))
-    found = tangent_p.bind(
-        *primals,
-        *[tangents[i] for i in wanted],
-        target=target,
-        operations=operations,
-        wanted=wanted,
-        varying=varying,
-        results=tuple(results[i] for i in varying),
-    )
+    varying = tuple(i for i, k in enumerate(call.results) if is_inexact(k))
+    moved = [tangents[i] for i in wanted]
+    found = tangent_p.bind(*primals, *moved, call=call, wanted=wanted, varying=varying)
     derivatives = dict(zip(varying, found, strict=True))
     return values, [
         derivatives[i] if i in derivatives else ad.Zero(jax.typeof(x).to_tangent_aval())
@@ -265,11 +232,9 @@ def _differentiate(
 def _transpose(
     cotangents: Sequence[Any],
     *arguments: PyTree,
-    target: Target,
-    operations: Operations,
+    call: Call,
     wanted: tuple[int, ...],
     varying: tuple[int, ...],
-    results: Kinds,
 ) -> list[jax.Array | None]:
     count = len(arguments) - len(wanted)
     primals = arguments[:count]
@@ -281,7 +246,8 @@ def _transpose(
     operation = Pullback(wanted, tuple(i for i, _ in present))
     kinds = tuple(abstract_of(primals[i])._replace(weak=False) for i in wanted)
     arrays = [*primals, *[ct for _, ct in present]]
-    found = _bind(target, (*operations, operation), kinds, arrays)
+    again = Call(call.target, (*call.operations, operation), kinds)
+    found = call_p.bind(*arrays, call=again)
     pairs = zip(found, (primals[i] for i in wanted), strict=True)
     placed: list[jax.Array | None] = [_beside(*pair) for pair in pairs]
     return [None] * count + placed
@@ -295,18 +261,20 @@ def _beside(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
     return beside(cotangent, primal)
 
 
-def _refuse_forward_mode(*_: object, target: Target, **__: object) -> NoReturn:
+def _refuse_forward_mode(*_: object, call: Call, **__: object) -> NoReturn:
     rule = "must be differentiated in reverse mode"
     remedy = (
         "Use jax.grad, jax.vjp or jax.jacrev in place of jax.jvp, jax.jacfwd and "
         "jax.linearize, and jax.jacrev(jax.jacrev(f)) in place of jax.hessian(f)."
     )
-    raise type_error(str(target), rule, "forward mode", remedy)
+    raise type_error(str(call.target), rule, "forward mode", remedy)
 
 
 ad.primitive_jvps[call_p] = _differentiate
 ad.primitive_transposes[tangent_p] = _transpose
-tangent_p.def_abstract_eval(lambda *_, results, **__: _abstract(results))
+tangent_p.def_abstract_eval(
+    lambda *_, call, varying, **__: _abstract([call.results[i] for i in varying])
+)
 tangent_p.def_impl(_refuse_forward_mode)
 ad.primitive_jvps[tangent_p] = _refuse_forward_mode
 batching.primitive_batchers[tangent_p] = _refuse_forward_mode

@@ -646,7 +646,6 @@ class Engine:
         # By context and pass. Entries are added under the context's lock, too.
         self._passes: dict[tuple[int, int], LocalPass] = {}
         self._ended: LRUCache[int, PassFailure] = LRUCache(_MOST_ENDED)
-        self._failed = False  # whether one ever has: only then is the table looked at
         container.on_end = self._on_context_end
         self._agent.extension_state.on_gone(self._on_gone)
         self._agent.register(GRADIENTS, self._on_gradients)
@@ -734,7 +733,6 @@ class Engine:
                 return
             # The text alone: an exception would keep all that was on the stack.
             told = BackwardError(failure.worker, str(failure.error))
-            self._failed = True
             self._ended.put(terms.pass_id, PassFailure(failure.worker, told))
         body = (terms.context_id, terms.pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
@@ -779,10 +777,9 @@ class Engine:
             made = LocalPass(self, context, terms, limit)
             found = self._enter(context, made)
         # Only now: a pass that was entered is ended by the message of its end.
-        if self._failed:
-            failure = self._ended.get(terms.pass_id)
-            if failure is not None:
-                found.fail(failure)
+        failure = self._ended.get(terms.pass_id)
+        if failure is not None:
+            found.fail(failure)
         answer: Future[Reply] = Future()
         found.receive(gradients, UnansweredRequest(incarnation_of(caller), answer))
         # Mostly it is there, and is sent by this thread without a callback.

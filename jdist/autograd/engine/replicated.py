@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from types import TracebackType
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -151,14 +151,11 @@ def unreplicate(variable: Variable) -> None:
         raise value_error("unreplicate(variable)", rule, variable)
 
 
-class _Contribution(NamedTuple):
-    """One trainer's share of a pass: weights and leaves, by variable's number.
+Contribution = dict[int, tuple[float | None, list[Any]]]
+"""One trainer's share of a pass: weights and leaves, by variable's number.
 
-    Leaves are None where the pass did not reach them.
-    """
-
-    weights: dict[int, float | None]
-    leaves: dict[int, list[Any]]
+Leaves are None where the pass did not reach them.
+"""
 
 
 class ReplicaGroup:
@@ -246,29 +243,25 @@ class ReplicaGroup:
             self._refuse(error, self._tag)
         self.lock.release()
 
-    def contribution(self, found: Mapping[Variable, PyTree]) -> _Contribution:
+    def contribution(self, found: Mapping[Variable, PyTree]) -> Contribution:
         """Makes this trainer's share from the gradients of its pass.
 
         Raises:
           ValueError: A weight is none.
           Exception: What the function that gives a weight has raised.
         """
-        own = _Contribution({}, {})
+        own: Contribution = {}
         for number, (variable, weight) in self.members.items():
             # At each pass: the number of examples may differ from batch to batch.
             weight = weight() if callable(weight) else weight
-            own.weights[number] = None if weight is None else _check_weight(weight)
-            gradient = found.get(variable)
-            absent: list[Any] = [None] * variable.structure.num_leaves
-            own.leaves[number] = (
-                absent
-                if gradient is None
-                else variable.structure.flatten_up_to(gradient)
-            )
+            leaves: list[Any] = [None] * variable.structure.num_leaves
+            if variable in found:
+                leaves = variable.structure.flatten_up_to(found[variable])
+            own[number] = None if weight is None else _check_weight(weight), leaves
         return own
 
     def reduce(
-        self, own: _Contribution, deadline: current.Deadline
+        self, own: Contribution, deadline: current.Deadline
     ) -> dict[Variable, PyTree]:
         """Exchanges contributions; returns the gradients of all trainers' examples.
 
@@ -277,8 +270,8 @@ class ReplicaGroup:
         self._awaited = False
         left = deadline.remaining()
         seconds = 0.0 if left is None else max(left, _INSTANT)
-        found = self._gather([own.weights, own.leaves], seconds, self._tag)
-        parts = [_Contribution(*found[name]) for name in self.names]
+        found = self._gather(own, seconds, self._tag)
+        parts = [found[name] for name in self.names]
         # Before any sum: a variable that one trainer has left would shift the others.
         self._check_numbers(parts)
         gradients = {}
@@ -288,8 +281,8 @@ class ReplicaGroup:
                 gradients[variable] = variable.placed(gradient)
         return gradients
 
-    def _check_numbers(self, parts: Sequence[_Contribution]) -> None:
-        numbers = [sorted(part.weights) for part in parts]
+    def _check_numbers(self, parts: Sequence[Contribution]) -> None:
+        numbers = [sorted(part) for part in parts]
         if any(each != numbers[0] for each in numbers):
             rule = "must be called for the same variables on all trainers"
             got = ", ".join(
@@ -405,7 +398,7 @@ def _check_alike(
 
 
 def _mean(
-    parts: Sequence[_Contribution], number: int, names: Sequence[str]
+    parts: Sequence[Contribution], number: int, names: Sequence[str]
 ) -> list[Any] | None:
     """Return the weighted mean of a variable's leaves, or their sum without weights.
 
@@ -414,12 +407,12 @@ def _mean(
     Raises:
       ValueError: No weight is positive, or some trainers have none.
     """
-    given = [part.weights[number] for part in parts]
+    given = [part[number][0] for part in parts]
     weights = [weight for weight in given if weight is not None]
     if weights and len(weights) < len(given):
         rule = f"must be None on all of {', '.join(names)}, or on none"
         raise value_error(f"{_CALL}(weight=...)", rule, given)
-    rows = list(zip(*(part.leaves[number] for part in parts), strict=True))
+    rows = list(zip(*(part[number][1] for part in parts), strict=True))
     if all(leaf is None for row in rows for leaf in row):
         return None
     if weights and not (sum(weights) > 0 and isfinite(sum(weights))):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist._compat import called_outside_mesh
 from jdist._errors import check_number, listed, type_error, value_error
-from jdist._tree import PyTree, descriptions
+from jdist._tree import PyTree, descriptions, type_name
 from jdist.autograd.contexts import here
 from jdist.autograd.optimizer.owned_optimizer import (
     CREATE,
@@ -250,15 +250,12 @@ class DistributedOptimizer:
 def _check_factory(optimizer: object) -> None:
     argument = f"{_CALL}(optimizer)"
     rule = "must be a function that makes an optimizer, by which it can travel"
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
         remedy = (
-            f"Pass the constructor and its arguments: `{_CALL}(optim.{optimizer.name}, "
-            "params_rrefs, lr=...)`; or a function of your own that makes it."
+            "Pass a constructor, such as `optim.sgd` or `optax.sgd`, and its "
+            "arguments; or a function of your own."
         )
-        raise type_error(argument, rule, f"an {optimizer.name}", remedy)
-    if not callable(optimizer):
-        remedy = "For optax: its constructor and arguments, or a function of your own."
-        raise type_error(argument, rule, optimizer, remedy)
+        raise type_error(argument, rule, type_name(optimizer), remedy)
 
 
 def _number(name: str, value: PyTree) -> Any:

@@ -81,21 +81,14 @@ class Constant:
     __slots__ = ()
 
 
-RecordedCall = tuple[
-    list[jax.Array], jax.tree_util.PyTreeDef, SegmentNode | None, tuple[bool, ...]
-]
-"""A recorded call: the arrays that the function returned, and the structure of what it
-returned; the call's node, or None if no cotangent can flow back through it; for each
-output, whether it has a history."""
-
-
 @called_outside_mesh
 def call(
     fn: PureCallable,
     leaves: Sequence[PyTree],
     structure: jax.tree_util.PyTreeDef,
-    numbers: tuple[type, ...] = NUMBERS,
-) -> RecordedCall:
+    numbers: tuple[type, ...],
+    recorded: Callable[[jax.Array, Edge], Recordable],
+) -> PyTree:
     """Runs `fn(*args, **kwargs)`, compiled, and records it.
 
     Args:
@@ -103,6 +96,11 @@ def call(
       leaves: Leaves of `(args, kwargs)`, recorded values and variables among them.
       structure: Tree structure of `(args, kwargs)`.
       numbers: Types of Python's numbers that are inputs.
+      recorded: Makes a recorded value of an array and its edge.
+
+    Returns:
+      What the function returned, with recorded values in place of the arrays through
+      which a cotangent can flow back.
 
     Raises:
       TypeError: The function or an argument cannot be compiled.
@@ -129,16 +127,16 @@ def call(
     known, given = (structure, tuple(kinds)), tuple(arrays)
     segment = function.segments.get(known) or function.segment(ArgumentSpec(*known))
     outputs, residuals = segment.forward((), *given)
-    inputs = tuple(edges)
-    recorded = (True,) * len(edges)  # without a list of its own in the common case
-    if None in edges:
-        recorded = tuple([edge is not None for edge in edges])
-    made, live = _made(residuals.plan, recorded)
-    node = None
-    if True in live:
-        order = next_order()
-        node = SegmentNode(function.name, inputs, order, segment, residuals, made)
-    return made.flatten_up_to(outputs), made, node, live
+    has_history = tuple([edge is not None for edge in edges])
+    made, live = _made(residuals.plan, has_history)
+    if True not in live:
+        return outputs
+    inputs, order = tuple(edges), next_order()
+    node = SegmentNode(function.name, inputs, order, segment, residuals, made)
+    pairs = enumerate(zip(made.flatten_up_to(outputs), live, strict=True))
+    return made.unflatten(
+        [recorded(x, Edge(node, n)) if is_live else x for n, (x, is_live) in pairs]
+    )
 
 
 class PureFunction:

@@ -95,15 +95,7 @@ def record(
             break
     else:  # nothing to record, and nothing to compile for
         return fn(*args, **kwargs)
-    arrays, made, node, live = pure.call(fn, leaves, structure, numbers)
-    if node is None:
-        return made.unflatten(arrays)
-    if live == (True,):  # one array, as of an operator
-        return made.unflatten((Recorded(arrays[0], Edge(node, 0)),))
-    pairs = enumerate(zip(arrays, live, strict=True))
-    return made.unflatten(
-        [Recorded(x, Edge(node, n)) if is_live else x for n, (x, is_live) in pairs]
-    )
+    return pure.call(fn, leaves, structure, numbers, Recorded)
 
 
 def detach(tree: PyTree) -> PyTree:

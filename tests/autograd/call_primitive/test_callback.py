@@ -101,12 +101,12 @@ def more_than_the_pool_holds():
     expected = compiled(x)
     count, worker = callback_threads().size + 6, rpc.get_worker_info().name
     at_the_gate, gate, outcomes = queue.Queue(), threading.Event(), queue.Queue()
-    call = RemoteFunctions.call
+    make = RemoteFunctions.make
 
     def late(self, *args, **kwargs):
         at_the_gate.put(None)
         assert gate.wait(PATIENCE)
-        return call(self, *args, **kwargs)
+        return make(self, *args, **kwargs)
 
     def use():
         with rpc.use_worker(worker):
@@ -116,7 +116,7 @@ def more_than_the_pool_holds():
                 outcomes.put(error)
 
     threads = [threading.Thread(target=use) for _ in range(count)]
-    with mock.patch.object(RemoteFunctions, "call", late):
+    with mock.patch.object(RemoteFunctions, "make", late):
         for thread in threads:
             thread.start()
         # Each of them waits, or is refused: nobody is held up behind the waiting ones.

@@ -21,14 +21,14 @@ from tests.autograd import remote_functions as functions
 def calls():
     """The calls over rpc that this process makes: operations, shapes sent and got."""
     made = []
-    call = RemoteFunctions.call
+    make = RemoteFunctions.make
 
-    def noted(self, target, operations, arrays, expected, host):
+    def noted(self, call, arrays, host):
         sent = [np.shape(x) for x in arrays]
-        made.append((operations, sent, [kind.shape for kind in expected]))
-        return call(self, target, operations, arrays, expected, host)
+        made.append((call.operations, sent, [kind.shape for kind in call.results]))
+        return make(self, call, arrays, host)
 
-    with mock.patch.object(RemoteFunctions, "call", noted):
+    with mock.patch.object(RemoteFunctions, "make", noted):
         yield made
 
 

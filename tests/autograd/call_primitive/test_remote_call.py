@@ -172,18 +172,18 @@ def test_bits_are_those_of_the_same_program_run_here(cluster):
 
 def test_the_callback_for_accelerators_gives_the_same(threads):
     """What is compiled there is JAX's `io_callback`, which runs on CPU too."""
-    seen, call = [], RemoteFunctions.call
+    seen, make = [], RemoteFunctions.make
 
-    def noted(self, target, operations, arrays, expected, host):
-        seen.append((target, operations, expected, arrays))
-        return call(self, target, operations, arrays, expected, host)
+    def noted(self, call, arrays, host):
+        seen.append((call, arrays))
+        return make(self, call, arrays, host)
 
     x = functions.rows(5)
-    with mock.patch.object(RemoteFunctions, "call", noted):
+    with mock.patch.object(RemoteFunctions, "make", noted):
         function = functools.partial(autograd.remote_call, "worker1", functions.loss)
         value, gradient = jax.value_and_grad(function)(x)
-    for (*call, arrays), expected in zip(seen, (value, gradient), strict=True):
-        staged = jax.jit(lambda *arrays, call=call: staged_elsewhere(*call, arrays))
+    for (call, arrays), expected in zip(seen, (value, gradient), strict=True):
+        staged = jax.jit(lambda *arrays, call=call: staged_elsewhere(call, arrays))
         (found,) = staged(*arrays)
         assert same_bits(found, expected)
 
