@@ -144,7 +144,7 @@ def _pass(
     check_flags("backward", retain_graph=retain_graph)
     # Within a call of another worker its deadline counts too.
     limit = current.resolve(timeout, agent.default_timeout, current.deadline())
-    seeds = _roots(container, roots, cotangents)
+    seeds = _roots(roots, cotangents)
     local_pass = _begin(context, seeds, mode, retain_graph, limit)
     local_pass.withheld = withheld
     try:
@@ -179,9 +179,7 @@ def _await(local_pass: LocalPass, context_id: int, worker: str) -> None:
 
 
 def _roots(
-    container: Container,
-    roots: Sequence[Recorded],
-    cotangents: Sequence[ArrayLike] | None,
+    roots: Sequence[Recorded], cotangents: Sequence[ArrayLike] | None
 ) -> list[Root]:
     """Check the roots and pair them with their cotangents.
 
@@ -197,7 +195,7 @@ def _roots(
         rule = "must have a value: No tensors provided for gradient computation"
         raise refused(call, rule, "none")
     if cotangents is None:
-        return [_scalar_root(container, *each) for each in enumerate(roots)]
+        return [_scalar_root(position, root) for position, root in enumerate(roots)]
     call = "backward(cotangents=...)"
     rule = "must be a list of arrays, one for each root"
     check_type(call, cotangents, list | tuple, rule)
@@ -208,7 +206,7 @@ def _roots(
     return [_seeded_root(position, root, value) for position, (root, value) in pairs]
 
 
-def _scalar_root(container: Container, position: int, root: Recorded) -> Root:
+def _scalar_root(position: int, root: Recorded) -> Root:
     value = _value_of_root(position, root)
     if value.size != 1:
         rule = (
@@ -216,7 +214,7 @@ def _scalar_root(container: Container, position: int, root: Recorded) -> Root:
         )
         remedy = "Give cotangents=, one for each root, or take a sum."
         raise refused("backward(roots)", rule, f"shape {value.shape}", remedy)
-    return Root(root.edge, container.received(np.ones(value.shape, value.dtype)))
+    return Root(root.edge, beside(np.ones(value.shape, value.dtype), value))
 
 
 def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
@@ -273,7 +271,7 @@ def install(container: Container) -> None:
         def begin(computed: Future[type]) -> None:
             computed.value()
             context = container.retrieve(context_id)
-            seeds = _roots(container, [rref.local_value()], None)
+            seeds = _roots([rref.local_value()], None)
             local_pass = _begin(context, seeds, "smart", retain_graph, limit, outcome)
 
             def given_up() -> None:

@@ -262,7 +262,7 @@ class Root(NamedTuple):
     """
 
     edge: Edge
-    cotangent: Numbers
+    cotangent: jax.Array
 
 
 class LocalPass:

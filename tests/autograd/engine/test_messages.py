@@ -65,7 +65,7 @@ def terms(position, value):
 NO_REQUESTS = {
     "without metadata": ([], {}, "No request with gradients: Expected `array`"),
     "too short": ([], {"terms": [1]}, "No request with gradients: Expected"),
-    "too long": ([], {"terms": [*TERMS, 1]}, "at most length 4"),
+    "too long": ([], {"terms": [*TERMS, 1]}, "length 4, got 5"),
     "id": ([], terms(0, "5"), "`int`, got `str` - at `$[0]`"),
     "truth": ([], terms(0, True), "got `bool` - at `$[0]`"),
     "retain": ([], terms(2, 1), "`bool`, got `int` - at `$[2]`"),
