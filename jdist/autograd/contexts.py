@@ -189,8 +189,6 @@ class Context:
           ContextNotFound: It was released.
         """
         incarnation = incarnation_of(worker)
-        if self.known.get(incarnation) == worker.name and self.ended is None:
-            return False  # known, and only the end of the context forgets it
         with self.lock:
             self.check()
             new = incarnation not in self.known
@@ -338,9 +336,6 @@ class Container:
           ContextNotFound: It has ended, or the worker that made it has: the message
             was overtaken by that.
         """
-        found = self._contexts.get(context_id)
-        if found is not None:
-            return found
         with self._lock:
             found = self._contexts.get(context_id)
             if found is None:

@@ -183,10 +183,9 @@ class SegmentNode(Node):
 
     Attributes:
       segment: The argument of the same name.
-      plan: The same for all calls of one program.
     """
 
-    __slots__ = ("_residuals", "_structure", "plan", "segment")
+    __slots__ = ("_residuals", "_structure", "segment")
 
     def __init__(
         self,
@@ -199,7 +198,6 @@ class SegmentNode(Node):
     ) -> None:
         super().__init__(name, inputs, structure.num_leaves, order)
         self.segment = segment
-        self.plan = residuals.plan
         self._residuals: Residuals | None = residuals
         self._structure = structure
 

@@ -137,12 +137,9 @@ class Variable(Operators):
     @property
     def node(self) -> LeafNode:
         """The variable's node, the same while any history leads to it."""
-        found = None if self._node is None else self._node()
-        if found is not None:
-            return found
         with self._lock:
             found = None if self._node is None else self._node()
-            if found is None:  # still, under the lock
+            if found is None:
                 found = LeafNode(self, len(self._held.leaves))
                 self._node = weakref.ref(found)
             return found
@@ -176,19 +173,15 @@ class Variable(Operators):
         Source: `torch.Tensor.register_hook`.
         """
         check_function("register_hook(hook)", hook)
+        # Under a key of its own, so that a hook registered twice is removed once.
         key = object()
-        with self._lock:
-            # Under a key of its own, so that a hook registered twice is removed once.
-            self._hooks[key] = hook
+        self._hooks[key] = hook
         return lambda: _discard(self._hooks, key)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
         """The hooks, in the order in which they were registered."""
-        if not self._hooks:
-            return ()
-        with self._lock:
-            return tuple(self._hooks.values())
+        return tuple(self._hooks.values())
 
     def gradient(self, cotangents: Sequence[Cotangent]) -> PyTree:
         """Makes the gradient of one pass: a tree of these leaves, changed by the hooks.
