@@ -107,8 +107,10 @@ class TerminationDetector:
 
     def starving(self) -> dict[int, StarvingSend]:
         """Finds what workers wait for once the pass is quiet, by message id."""
-        found = sorted(self.news.items())
-        return {message_id: one for message_id, one in found if one is not None}
+        found = {id_: one for id_, one in self.news.items() if one is not None}
+        # The worker's own last: they may starve because others do.
+        order = sorted(found, key=lambda id_: (found[id_].worker == self._worker, id_))
+        return {message_id: found[message_id] for message_id in order}
 
 
 def explain(starving: Mapping[int, StarvingSend], smart: bool) -> str:

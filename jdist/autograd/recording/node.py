@@ -272,8 +272,11 @@ class SendNode(Node):
             self.inputs = (*self.inputs, edge)
             self.outputs += 1
             # A value that is not committed may be anywhere, and so its cotangent.
-            anywhere = isinstance(value, np.ndarray) or not value.committed
-            self._places.append(None if anywhere else value.sharding)
+            self._places.append(
+                None
+                if isinstance(value, np.ndarray) or not value.committed
+                else value.sharding
+            )
             beyond = edge.node.reach
             if beyond is not NOWHERE:
                 self.reach = join(self.reach, beyond)
@@ -341,7 +344,8 @@ class RecvNode(Node):
 def below(inputs: Iterable[Edge | None]) -> Reach | None:
     """Return the union of the reaches of the nodes of these edges."""
     reaches = [edge.node.reach for edge in inputs if edge is not None]
-    return functools.reduce(join, reaches, NOWHERE)
+    start: Reach | None = NOWHERE
+    return functools.reduce(join, reaches, start)
 
 
 def join(one: Reach | None, other: Reach | None) -> Reach | None:
