@@ -1,7 +1,7 @@
 """The messages of an elastic run between the workers of an rpc group.
 
     REPORT  from a replica to rank 0: its report and sums; the answer, when the leader
-            has one, is a directive and totals
+            has one, is a directive and totals, or None before rank 0 has begun the run
     STATE   from a replica to another one: a request for the state that it holds
 
 The leader's state machine runs in the process of rank 0, whose worker is a replica too.
@@ -58,6 +58,9 @@ _REPORT, _STATE = "elastic.report", "elastic.state"
 _PACKAGE = "jdist.data_parallel.elasticity"
 _META = {NEEDS: f"{_PACKAGE}.replica_group:install"}
 
+# Seconds after which a replica asks again whether rank 0 has begun.
+_PAUSE = 0.05
+
 Answer = tuple[tuple[Any, ...], dict[int, list[jax.Array]]]
 """A directive's fields; and the leaves of the totals that it applies, by step."""
 
@@ -70,9 +73,6 @@ class Message(NamedTuple):
 
     terms: dict[str, str]
     """Settings of the run, by name, on which all replicas have to agree."""
-
-    join_timeout: float
-    """Seconds to wait for rank 0 to begin."""
 
     report: ReplicaReport | None
     """None if the replica leaves."""
@@ -108,6 +108,8 @@ class LeaderService:
         self._structure = work.sum_structure
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
+        # Of reports that are still to be handled, and of those that have been.
+        self._expected: dict[int, Future[Answer]] = {}
         self._answers: dict[int, Future[Answer]] = {}
         self._sums: dict[Part, Partial] = {}
         self._sums_of: tuple[int, int | None] = (0, None)  # Generation and step.
@@ -125,33 +127,34 @@ class LeaderService:
 
         self._alarm = agent.timer.alarm(due)
 
+    def expect(self, replica: int, terms: dict[str, str]) -> Future[Answer]:
+        """The answer to a report, for `report` to handle; does not wait for the lock.
+
+        Raises:
+          ValueError: The replica has other settings than rank 0.
+        """
+        if difference := first_difference(self._agreed, terms):
+            name, here, there = difference
+            rule = f"must have the same {name} on all workers, {here} as on rank 0"
+            raise value_error("Elastic.run(...)", rule, there)
+        answer = self._expected[replica] = Future[Answer]()
+        return answer
+
     def report(
         self,
         replica: int,
-        message: Message,
+        report: ReplicaReport,
+        sums: Sequence[list[jax.Array]],
         answer: Future[Answer],
-        is_current: Callable[[], bool],
     ) -> None:
-        """Handles a report; completes `answer` when the leader has a directive.
-
-        Nothing happens if `is_current` says that the replica has gone since.
-        """
-        if difference := first_difference(self._agreed, message.terms):
-            name, here, there = difference
-            rule = f"must have the same {name} on all workers, {here} as on rank 0"
-            error = value_error("Elastic.run(...)", rule, there)
-            answer.set_exception(error)
-            return
-        report = message.report
-        assert report is not None
+        """Handles a report; completes `answer` when the leader has a directive."""
 
         def reported(now: float) -> list[Effect]:
-            # Here, where no departure is handled at the same time: this would give the
-            # replica its seat back. After `fail` it has not gone: it gets the error.
-            if self._failed is None and not is_current():
+            # If it has departed since, this would give it its seat back.
+            if self._expected.get(replica) is not answer:
                 return []
-            self._answers[replica] = answer
-            self._keep(report, message.sums)
+            self._answers[replica] = self._expected.pop(replica)
+            self._keep(report, sums)
             return self._leader.report(replica, report, now)
 
         self._react(reported)
@@ -160,6 +163,7 @@ class LeaderService:
         """Handles the loss or departure of a replica."""
 
         def left(now: float) -> list[Effect]:
+            self._expected.pop(replica, None)
             self._answers.pop(replica, None)
             return self._leader.gone(replica, now)
 
@@ -269,12 +273,12 @@ class LeaderService:
 
 def _unpacked(body: Any) -> Message:
     """Checks the types of a message, and unpacks it."""
-    rule = "A report of an elastic run has a name, terms, a time, numbers and sums"
+    rule = "A report of an elastic run has a name, terms, numbers and sums"
     message: Message = unpacked(body, Message, rule)
     whole, parts = True, tuple[Part, ...]()
     if message.report is not None:
         # Not fewer fields, which would have their defaults.
-        whole = len(body[3]) == len(ReplicaReport._fields)
+        whole = len(body[2]) == len(ReplicaReport._fields)
         parts = message.report.parts
     if not whole or len(parts) != len(message.sums):
         raise ProtocolError(f"{rule}, as many of these as parts.")
@@ -287,14 +291,9 @@ class ElasticRuns:
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()
         self._leaders: dict[str, LeaderService | None] = {}  # None once it is over.
-        # Reports that arrived before rank 0 began the run, by run and replica.
-        self._early: dict[str, dict[int, tuple[Message, Future[Answer]]]] = {}
         self._followers: dict[str, Follower] = {}
-        # The answer to the latest report of each replica that is in a run, by run. A
-        # report is handled on another thread than the departure that follows it.
-        self._latest: dict[str, dict[int, Future[Answer]]] = {}
         self._gone: set[int] = set()
-        self._timer, self._pool = agent.timer, agent.pool
+        self._pool = agent.pool
         agent.register(_REPORT, self._on_report)
         agent.register(_STATE, self._on_state)
         agent.extension_state.on_gone(self._on_gone)
@@ -323,11 +322,6 @@ class ElasticRuns:
                 rule = "must be new in the group: the run of that name has begun"
                 raise value_error("Elastic.run(name=...)", rule, name)
             self._leaders[name] = leader
-            early = self._early.pop(name, {})
-        for replica, (message, answer) in early.items():
-            leader.report(
-                replica, message, answer, self._is_latest(message, replica, answer)
-            )
 
     def end(self, name: str, reason: str) -> None:
         """Ends a run that this worker leads."""
@@ -337,72 +331,33 @@ class ElasticRuns:
             leader, self._leaders[name] = self._leaders[name], None
         assert leader is not None
         leader.fail(reason)
-        with self._lock:
-            # After the failure, or a report that is handled in between would count as
-            # of a replica that has gone, and its answer would never come.
-            self._latest.pop(name, None)
 
     def _on_report(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
     ) -> Future[Answer] | None:
         message, replica = _unpacked(body), incarnation_of(caller)
-        answer: Future[Answer] = Future()
+        run, report = message.run, message.report
         with self._lock:
             if replica in self._gone:
                 raise RpcError(f"{caller.name!r} was given up by the group.")
-            begun = message.run in self._leaders
-            leader = self._leaders.get(message.run)
-            if message.report is None:
-                self._latest.get(message.run, {}).pop(replica, None)
-            elif leader is not None or not begun:
-                self._latest.setdefault(message.run, {})[replica] = answer
-            if not begun:
-                early = self._early.setdefault(message.run, {})
-                if message.report is None:
-                    early.pop(replica, None)
-                    return None
-                early[replica] = (message, answer)
-                self._timer.later(
-                    message.join_timeout, lambda: self._give_up(message, replica)
+            if run not in self._leaders:
+                return None
+            leader = self._leaders[run]
+            if leader is None:
+                raise RpcError(
+                    f"The elastic run {run!r} is over on rank 0; its last checkpoint, "
+                    "if it writes any, has the state."
                 )
-                return answer
-        if message.report is None:
-            if leader is not None:
-                leader.gone(replica)
+            if report is not None:
+                # Here, where no loss of the replica is noted at the same time.
+                answer = leader.expect(replica, message.terms)
+        if report is None:
+            leader.gone(replica)
             return None
-        if leader is None:
-            raise RpcError(
-                f"The elastic run {message.run!r} is over on rank 0; its last "
-                "checkpoint, if it writes any, has the state."
-            )
-
-        is_latest = self._is_latest(message, replica, answer)
         # In another thread: completed before it is returned, the answer would be sent
         # after those of the other replicas.
-        self._pool.run(partial(leader.report, replica, message, answer, is_latest))
+        self._pool.run(partial(leader.report, replica, report, message.sums, answer))
         return answer
-
-    def _is_latest(
-        self, message: Message, replica: int, answer: Future[Answer]
-    ) -> Callable[[], bool]:
-        """Whether a replica has not gone since it sent this report."""
-        return lambda: self._latest.get(message.run, {}).get(replica) is answer
-
-    def _give_up(self, message: Message, replica: int) -> None:
-        """Fails a report for which rank 0 has not begun the run in time."""
-        with self._lock:
-            early = self._early.get(message.run, {})
-            waiting, answer = early.get(replica, (None, None))
-            if waiting is not message or answer is None:
-                return  # It has begun, or that replica has left.
-            del early[replica]
-        answer.set_exception(
-            RpcError(
-                f"Rank 0 has not begun the elastic run {message.run!r} for "
-                f"{message.join_timeout:g} s. Call `run` there as well, or give a "
-                "longer `Elastic.run(join_timeout=...)`."
-            )
-        )
 
     def _on_state(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
@@ -417,10 +372,6 @@ class ElasticRuns:
         replica = incarnation_of(worker)
         with self._lock:
             self._gone.add(replica)
-            for early in self._early.values():
-                early.pop(replica, None)
-            for latest in self._latest.values():
-                latest.pop(replica, None)
             leaders = [each for each in self._leaders.values() if each is not None]
         for leader in leaders:
             leader.gone(replica)
@@ -506,12 +457,13 @@ def _follow(
     """Reports and carries out directives, until the run is over."""
     structure = work.sum_structure
     report, sums = ReplicaReport(), list[list[jax.Array]]()
+    begin_by = time.monotonic() + terms.join_timeout
     while not follower.over:
-        message = (name, agreed, terms.join_timeout, tuple(report), sums)
+        message = (name, agreed, tuple(report), sums)
         try:
             # Without a timeout: the leader may be waiting for more replicas.
             pending = agent.call_async(0, _REPORT, message, 0, _META)
-            row, totals = pending.wait(0)
+            answer = pending.wait(0)
         except RpcError:
             # If rank 0 is lost, its heir saves the last state for the next start.
             _, held, state = follower.snapshot
@@ -519,6 +471,16 @@ def _follow(
                 assert held is not None
                 work.write(held, state)
             raise
+        if answer is None:
+            if time.monotonic() >= begin_by:
+                raise RpcError(
+                    f"Rank 0 has not begun the elastic run {name!r} for "
+                    f"{terms.join_timeout:g} s. Call `run` there as well, or give a "
+                    "longer `Elastic.run(join_timeout=...)`."
+                )
+            time.sleep(_PAUSE)
+            continue
+        row, totals = answer
         given = {step: structure.unflatten(leaves) for step, leaves in totals.items()}
         directive = unpacked(row, Directive, "Rank 0 answers by a directive")
         try:
@@ -526,7 +488,7 @@ def _follow(
         except BaseException:
             if not agent.info.id:
                 raise  # The run ends with rank 0: its shares go to no other replica.
-            leaving: Any = (name, agreed, terms.join_timeout, None, [])
+            leaving: Any = (name, agreed, None, [])
             with contextlib.suppress(RpcError):
                 agent.call(0, _REPORT, leaving, meta=_META)
             raise

@@ -14,7 +14,7 @@ from jdist.data_parallel.elasticity.replica_group import (
     Message,
     _unpacked,
 )
-from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
+from jdist.rpc import ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from jdist.rpc.extension import futures
@@ -24,7 +24,7 @@ REPORT = (0, None, 3, ((0, 2), (4, 5)), None, 7)
 
 def test_reports_and_goodbyes_are_read():
     for report, sums in ((REPORT, [[], []]), (None, [])):
-        assert _unpacked(("run", {"steps": "3"}, 9.0, report, sums)).report == report
+        assert _unpacked(("run", {"steps": "3"}, report, sums)).report == report
 
 
 @pytest.mark.parametrize(
@@ -32,18 +32,17 @@ def test_reports_and_goodbyes_are_read():
     [
         None,
         (),
-        ("run", {"steps": "3"}, 9.0, REPORT),
-        (1, {"steps": "3"}, 9.0, REPORT, [[], []]),
-        ("run", {"steps": 3}, 9.0, REPORT, [[], []]),
-        ("run", {"steps": "3"}, "9", REPORT, [[], []]),
-        ("run", {"steps": "3"}, 9.0, REPORT[:5], [[], []]),
-        ("run", {"steps": "3"}, 9.0, (None, *REPORT[1:]), [[], []]),
-        ("run", {"steps": "3"}, 9.0, (0, "1", *REPORT[2:]), [[], []]),
-        ("run", {"steps": "3"}, 9.0, (*REPORT[:3], ((0,), (1, 2)), None, 7), [[], []]),
-        ("run", {"steps": "3"}, 9.0, (*REPORT[:3], [0, 2], None, 7), [[], []]),
-        ("run", {"steps": "3"}, 9.0, REPORT, [1.0, 2.0]),
-        ("run", {"steps": "3"}, 9.0, REPORT, [[]]),
-        ("run", {"steps": "3"}, 9.0, None, [[]]),
+        ("run", {"steps": "3"}, REPORT),
+        (1, {"steps": "3"}, REPORT, [[], []]),
+        ("run", {"steps": 3}, REPORT, [[], []]),
+        ("run", {"steps": "3"}, REPORT[:5], [[], []]),
+        ("run", {"steps": "3"}, (None, *REPORT[1:]), [[], []]),
+        ("run", {"steps": "3"}, (0, "1", *REPORT[2:]), [[], []]),
+        ("run", {"steps": "3"}, (*REPORT[:3], ((0,), (1, 2)), None, 7), [[], []]),
+        ("run", {"steps": "3"}, (*REPORT[:3], [0, 2], None, 7), [[], []]),
+        ("run", {"steps": "3"}, REPORT, [1.0, 2.0]),
+        ("run", {"steps": "3"}, REPORT, [[]]),
+        ("run", {"steps": "3"}, None, [[]]),
     ],
 )
 def test_anything_else_is_refused(body):
@@ -70,51 +69,51 @@ def leader():
     pool.close(60)
 
 
-def begin(leader, answers):
-    """The first replica restores the state, and the last one's report begins a step."""
-    for replica in answers:
-        leader.report(replica, message(0, None), Future(), lambda: True)
+def begin(leader, replicas, when_answered):
+    """The first replica restores the state, and the last one's report begins a step.
+
+    Returns:
+      The answers of the second reports, by replica.
+    """
+    for replica in replicas:
+        leader.report(replica, ReplicaReport(), [], leader.expect(replica, {}))
+    answers = {replica: leader.expect(replica, {}) for replica in replicas}
     for replica, answer in answers.items():
-        leader.report(replica, message(1, 0), answer, lambda: True)
+        futures.call_when_done(answer, partial(when_answered, replica))
+        leader.report(replica, ReplicaReport(1, 0), [], answer)
+    return answers
 
 
 def message(generation, held):
-    report = ReplicaReport(generation, held)
-    return Message("run", {}, 9.0, report, [])
+    return tuple(Message("run", {}, ReplicaReport(generation, held), []))
 
 
 @pytest.mark.parametrize("last", [OWN, *PEERS])
 def test_rank_0_has_its_own_answer_last(leader, last):
     """The others' answers would wait for the core on which its share is computed."""
     order = []
-    answers = {
-        replica: Future()
-        for replica in sorted((OWN, *PEERS), key=lambda each: each == last)
-    }
-    for replica, answer in answers.items():
-        futures.call_when_done(answer, partial(order.append, replica))
-    begin(leader, answers)
+    replicas = sorted((OWN, *PEERS), key=lambda each: each == last)
+    begin(leader, replicas, order.append)
     assert sorted(order[:2]) == sorted(PEERS)
     assert order[2:] == [OWN]
 
 
 def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
     gone_on, blocked = threading.Event(), []
-    answers = {replica: Future() for replica in (OWN, *PEERS)}
-    futures.call_when_done(answers[OWN], gone_on.set)
-    for replica in PEERS:
-        # Each of their sends waits for room in its socket.
-        futures.call_when_done(
-            answers[replica], lambda: blocked.append(gone_on.wait(60))
-        )
-    begin(leader, answers)
-    for answer in answers.values():
+
+    def send(replica):
+        if replica == OWN:
+            gone_on.set()
+        else:  # Each of their sends waits for room in its socket.
+            blocked.append(gone_on.wait(60))
+
+    for answer in begin(leader, (OWN, *PEERS), send).values():
         answer.wait(60)
     assert blocked[0]
 
 
 LEAVING = [
-    lambda runs, worker: runs._on_report(worker, ("run", {}, 9.0, None, []), {}),
+    lambda runs, worker: runs._on_report(worker, ("run", {}, None, []), {}),
     lambda runs, worker: runs._on_gone(worker, "it is lost"),
 ]
 
@@ -123,7 +122,6 @@ def runs_with(tasks):
     """The runs of a worker, whose pool keeps the tasks that it is given."""
     agent = SimpleNamespace(
         pool=SimpleNamespace(run=tasks.append),
-        timer=None,
         register=lambda kind, handler: None,
         extension_state=SimpleNamespace(on_gone=lambda listener: None),
     )
@@ -140,7 +138,7 @@ def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
     tasks, peers = [], workers()
     runs = runs_with(tasks)
     runs.lead("run", leader)
-    answers = [runs._on_report(each, tuple(message(0, None)), {}) for each in peers]
+    answers = [runs._on_report(each, message(0, None), {}) for each in peers]
     leave(runs, peers[0])
     for task in tasks:
         task()
@@ -148,8 +146,14 @@ def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
     assert [answer.done() for answer in answers] == [False, True]
     runs.end("run", "it is over")
     with pytest.raises(RpcError, match="The elastic run 'run' is over on rank 0"):
-        runs._on_report(peers[1], tuple(message(0, None)), {})
-    assert runs._latest == {}
+        runs._on_report(peers[1], message(0, None), {})
+
+
+def test_a_report_to_a_run_that_has_not_begun_is_sent_again(leader):
+    runs = runs_with([])
+    assert runs._on_report(workers()[0], message(0, None), {}) is None
+    runs.lead("run", leader)
+    assert runs._on_report(workers()[0], message(0, None), {}) is not None
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])
@@ -171,8 +175,8 @@ def test_a_report_that_is_handled_late_learns_that_the_run_has_ended(
     runs.lead("run", leader)
     # The first one in the run is told at once to restore the state, and then waits for
     # two others.
-    leader.report(PEERS[0], message(0, None), Future(), lambda: True)
-    answer = runs._on_report(workers()[0], tuple(message(1, 0)), {})
+    leader.report(PEERS[0], ReplicaReport(), [], leader.expect(PEERS[0], {}))
+    answer = runs._on_report(workers()[0], message(1, 0), {})
     monkeypatch.setattr(leader, "fail", failing)
     runs.end("run", "rank 0 has left it")
     for task in tasks:
