@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +35,11 @@ from jdist.data_parallel.elasticity.replica_work import (
     Batches,
     Programs,
     ReplicaWork,
-    Snapshot,
 )
 from jdist.data_parallel.replicas.shards import check_one_per_row, check_weight_values
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer
 from jdist.optim.internal import check_optimizer, loss_scaling, started
-
-if TYPE_CHECKING:
-    from jdist.rpc.extension import Agent
 
 
 class Elastic:
@@ -216,15 +211,13 @@ class Elastic:
             save_every=self._save_every,
         )
 
-        def work(agent: Agent, source: Callable[[int], Snapshot]) -> ReplicaWork:
+        def work(device: jax.Device | None) -> ReplicaWork:
             # Copies: the caller may donate its own.
             own = jax.tree.map(lambda x: jnp.array(x, copy=True), owned(params))
             step = jnp.zeros((), jnp.int32)
             first = TrainState(step, *started(self._optimizer, own))
-            first = jax.device_put(first, agent.device)
-            return ReplicaWork(
-                self._programs, batches, first, agent.device, self._folder, source
-            )
+            first = jax.device_put(first, device)
+            return ReplicaWork(self._programs, batches, first, device, self._folder)
 
         agreed = self._agreed(params, batches, int(epochs))
         state, losses = follow_leader(name, terms, agreed, work)

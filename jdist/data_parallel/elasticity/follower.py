@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from jdist.data_parallel.elasticity.leader import Directive, Part, ReplicaReport
-from jdist.data_parallel.elasticity.replica_work import (
-    ReplicaWork,
-    Snapshot,
-    Unreachable,
-)
+from jdist.data_parallel.elasticity.replica_work import ReplicaWork, Snapshot
 from jdist.reduction import Partial
 
 
@@ -19,6 +15,7 @@ class Follower:
 
     Args:
       work: Its computation.
+      fetch: The state of another replica; None if that did not send it.
 
     Attributes:
       snapshot: Its state.
@@ -26,12 +23,14 @@ class Follower:
       over: Whether the run is over.
     """
 
-    def __init__(self, work: ReplicaWork) -> None:
+    def __init__(
+        self, work: ReplicaWork, fetch: Callable[[int], Snapshot | None]
+    ) -> None:
         # Always replaced as a whole, since another thread may be sending it.
         self.snapshot = Snapshot(0, None, None)
         self.heir = False
         self.over = False
-        self._work = work
+        self._work, self._fetch = work, fetch
         self._saving: tuple[int, Future[None]] | None = None
 
     def follow(
@@ -53,7 +52,12 @@ class Follower:
         if directive.restore:
             self.snapshot = Snapshot(directive.generation, *self._work.restore())
         elif directive.fetch is not None:
-            unreachable = self._fetch(directive.generation, directive.fetch)
+            fetched = self._fetch(directive.fetch)
+            # A state from before a restart is of no use.
+            if fetched is None or fetched.generation != directive.generation:
+                unreachable = directive.fetch
+            else:
+                self.snapshot = fetched
         self._apply(directive.apply, totals)
         generation, held, state = self.snapshot
         found: list[tuple[Part, Partial]] = []
@@ -80,18 +84,6 @@ class Follower:
             unreachable,
         )
         return report, [total for _, total in found]
-
-    def _fetch(self, generation: int, source: int) -> int | None:
-        """Fetches a state; returns the source if that failed, else None."""
-        try:
-            snapshot = self._work.fetch(source)
-        except Unreachable:
-            return source
-        # A state from before a restart is of no use.
-        if snapshot.generation != generation or snapshot.held is None:
-            return source
-        self.snapshot = snapshot
-        return None
 
     def _apply(self, steps: Sequence[int], totals: Mapping[int, Partial]) -> None:
         for step in steps:

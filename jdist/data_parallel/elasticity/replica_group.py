@@ -37,11 +37,7 @@ from jdist.data_parallel.elasticity.leader import (
     ReplicaReport,
     RunTerms,
 )
-from jdist.data_parallel.elasticity.replica_work import (
-    ReplicaWork,
-    Snapshot,
-    Unreachable,
-)
+from jdist.data_parallel.elasticity.replica_work import ReplicaWork, Snapshot
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.reduction import Partial
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
@@ -361,12 +357,14 @@ class ElasticRuns:
 
     def _on_state(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
-    ) -> tuple[int, int | None, list[jax.Array] | None]:
+    ) -> tuple[int, int | None, list[jax.Array]]:
         follower = self._followers.get(body)
         if follower is None:
             raise RpcError(f"This worker is not in the elastic run {body!r}.")
         generation, held, state = follower.snapshot
-        return generation, held, None if state is None else jax.tree.leaves(state)
+        if state is None:
+            raise RpcError(f"This worker has no state of the elastic run {body!r}.")
+        return generation, held, jax.tree.leaves(state)
 
     def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
         replica = incarnation_of(worker)
@@ -389,7 +387,7 @@ def follow_leader(
     name: str,
     terms: RunTerms,
     agreed: dict[str, str],
-    make_work: Callable[[Agent, Callable[[int], Snapshot]], ReplicaWork],
+    make_work: Callable[[jax.Device | None], ReplicaWork],
 ) -> tuple[TrainState, dict[int, jax.Array]]:
     """Takes part in a run as the current worker, until it is over.
 
@@ -397,8 +395,7 @@ def follow_leader(
       name: Name of the run.
       terms: Parameters of the run.
       agreed: Settings on which all replicas must agree.
-      make_work: Creates the computation of this replica from its worker and a function
-        that fetches the state of another replica.
+      make_work: Creates the computation of this replica on its device.
 
     Returns:
       The state after the last step, and the losses of the steps applied here.
@@ -407,21 +404,21 @@ def follow_leader(
     enter_batch_class()  # Messages arrive while it computes.
     runs: ElasticRuns = agent.extension_state[_PACKAGE]
 
-    def fetched(replica: int) -> Snapshot:
+    work = make_work(agent.device)
+
+    def fetched(replica: int) -> Snapshot | None:
         peer = agent.directory.of_incarnation(replica)
         if peer is None:
-            raise Unreachable
+            return None
         try:
             found = agent.call(peer.info, _STATE, name, terms.timeout, _META)
-        except RpcError as error:
-            raise Unreachable from error
+        except RpcError:
+            return None
         generation, held, leaves = found
         structure = jax.tree.structure(work.first)
-        state = None if leaves is None else jax.tree.unflatten(structure, leaves)
-        return Snapshot(generation, held, state)
+        return Snapshot(generation, held, jax.tree.unflatten(structure, leaves))
 
-    work = make_work(agent, fetched)
-    follower = Follower(work)
+    follower = Follower(work, fetched)
     with runs.following(name, follower), contextlib.closing(work):
         if agent.info.id:
             _follow(agent, name, terms, agreed, follower, work)

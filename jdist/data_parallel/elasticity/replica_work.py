@@ -35,10 +35,6 @@ from jdist.segment.internal import GuardedJit
 Value = TypeVar("Value")
 
 
-class Unreachable(Exception):
-    """A replica did not send its state."""
-
-
 class Snapshot(NamedTuple):
     """A state, with its generation and its step."""
 
@@ -145,7 +141,6 @@ class ReplicaWork:
       first: The state before the first step, on the device of this replica.
       device: That device; None for JAX's default.
       folder: The folder of checkpoints; None for none.
-      source: Fetches the state of another replica; raises `Unreachable`.
       losses: The losses of the steps that were applied here.
     """
 
@@ -154,7 +149,6 @@ class ReplicaWork:
     first: TrainState
     device: jax.Device | None
     folder: Path | None
-    source: Callable[[int], Snapshot]
     losses: dict[int, jax.Array] = field(default_factory=dict)
     _writer: ThreadPoolExecutor | None = None
 
@@ -167,10 +161,6 @@ class ReplicaWork:
                 return 0, self.first
             state = saved.restore(self.first)
         return int(state.step), state
-
-    def fetch(self, replica: int) -> Snapshot:
-        """The state of another replica."""
-        return self.source(replica)
 
     def apply(self, state: TrainState, step: int, total: Partial) -> TrainState:
         """The state after a step, from the sum of its parts."""

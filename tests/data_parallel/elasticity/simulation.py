@@ -18,11 +18,7 @@ from jdist.data_parallel.elasticity.leader import (
     ReplicaReport,
     RunTerms,
 )
-from jdist.data_parallel.elasticity.replica_work import (
-    Unreachable,
-    nodes_within,
-    tree_sum,
-)
+from jdist.data_parallel.elasticity.replica_work import nodes_within, tree_sum
 
 DEADLINE = 10.0
 
@@ -82,9 +78,10 @@ class FakeWork:
     def fetch(self, replica):
         simulation = self.simulation
         if replica not in simulation.replicas or replica in simulation.frozen:
-            raise Unreachable
+            return None
         simulation.fetched += 1
-        return simulation.replicas[replica].snapshot
+        snapshot = simulation.replicas[replica].snapshot
+        return None if snapshot.held is None else snapshot
 
     def apply(self, state, step, total):
         value, salt = state
@@ -149,7 +146,8 @@ class Simulation:
     def arrive(self):
         number, self.numbers = self.numbers, self.numbers + 1
         self.work[number] = FakeWork(self, number)
-        self.replicas[number] = Follower(self.work[number])
+        work = self.work[number]
+        self.replicas[number] = Follower(work, work.fetch)
         self.reports[number] = (ReplicaReport(), [])
 
     def deliver(self, number):
