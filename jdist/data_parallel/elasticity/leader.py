@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 
 class Part(NamedTuple):
@@ -159,7 +160,7 @@ class _Seat:
     Attributes:
       held: Steps in its state when it last reported; None without a state.
       waiting: Whether its report awaits an answer.
-      parts: Units assigned to it.
+      units: Units assigned to it.
       due: Time of its deadline.
       source: Replica from which it fetches a state.
       base: Steps in that replica's state when the fetch was ordered.
@@ -171,7 +172,7 @@ class _Seat:
 
     held: int | None = None
     waiting: bool = False
-    parts: list[Part] = field(default_factory=list)
+    units: set[int] = field(default_factory=set)
     due: float = 0.0
     base: int | None = None
     avoid: frozenset[int] = frozenset()
@@ -203,7 +204,7 @@ class Leader:
         self._seats: dict[int, _Seat] = {}
         self._oldest = 0  # The first step whose gradient is kept.
         self._done: set[Part] = set()
-        self._open: list[Part] = []  # Units that no replica computes.
+        self._open: set[int] = set()  # Units that no replica computes.
         self._begun = False
         self._has_begun = False  # Whether any step ever did.
         self._begin_by = math.inf  # While a step waits for replicas.
@@ -228,7 +229,7 @@ class Leader:
         if current and report.step == self.step and self._begun:
             self._take(seat, report.parts)
         # Units that were assigned to it and are missing in its report.
-        self._open += seat.parts
+        self._open |= seat.units
         reachable = current and report.held is not None and self._reaches(report.held)
         failed = () if report.unreachable is None else (report.unreachable,)
         # A new seat: a report also ends an expulsion, a fetch and a restore.
@@ -244,7 +245,7 @@ class Leader:
         seat = self._seats.pop(replica, None)
         if seat is None:
             return []
-        self._open += seat.parts
+        self._open |= seat.units
         # Its checkpoint may be incomplete: another replica writes one.
         if self._saver == replica:
             self._saver, self._save_due = None, True
@@ -258,13 +259,13 @@ class Leader:
         # Sorted, here and below, so that effects depend on the sequence of events only.
         for replica, seat in sorted(self._seats.items()):
             # The only holder of the state keeps its units: no other could compute them.
-            if seat.parts and seat.due <= now and self._holders(without=replica):
+            if seat.units and seat.due <= now and self._holders(without=replica):
                 self._suspect(replica)
         return list(self._advance(now))
 
     def next_deadline(self) -> float | None:
         """The time of the next deadline; None if there is none."""
-        dues = [seat.due for seat in self._seats.values() if seat.parts]
+        dues = [seat.due for seat in self._seats.values() if seat.units]
         found = min([self._begin_by, *dues])
         return None if found == math.inf else found
 
@@ -280,34 +281,20 @@ class Leader:
     def _take(self, seat: _Seat, parts: Iterable[Part]) -> None:
         """Records results, unless another replica was assigned them meanwhile."""
         for part in parts:
-            within = [
-                (owner, whole)
-                for owner in (seat.parts, self._open)
-                for whole in owner
-                if whole.start <= part.start and part.stop <= whole.stop
-            ]
-            if not within:
-                continue
-            owner, whole = within[0]
             # In a fixed order a result is a node of the tree, which may be less than
-            # the range that was assigned; the rest is still to be computed.
-            owner.remove(whole)
-            owner += [
-                each
-                for each in (
-                    Part(whole.start, part.start),
-                    Part(part.stop, whole.stop),
-                )
-                if each.start < each.stop
-            ]
-            self._done.add(part)
+            # what was assigned; the rest is still to be computed.
+            for owner in (seat.units, self._open):
+                if owner.issuperset(range(*part)):
+                    owner.difference_update(range(*part))
+                    self._done.add(part)
+                    break
 
     def _suspect(self, replica: int) -> None:
         seat = self._seats.get(replica)
         if seat is None or seat.waiting:
             return  # It has reported meanwhile.
-        self._open += seat.parts
-        seat.parts, seat.expelled = [], True
+        self._open |= seat.units
+        seat.units, seat.expelled = set(), True
         if self._saver == replica:
             self._saver, self._save_due = None, True
 
@@ -366,7 +353,7 @@ class Leader:
         self._open.clear()
         self._begun = False
         for seat in self._seats.values():
-            seat.parts = []  # Only units that were computed twice are left in them.
+            seat.units = set()  # Only units that were computed twice are left in them.
         self.step += 1
         every = self._terms.save_every
         if every and (self.step % every == 0 or self.step == self._terms.steps):
@@ -407,7 +394,7 @@ class Leader:
         ):
             return
         self._begun = self._has_begun = True
-        self._open = [Part(0, self._terms.units(self.step))]
+        self._open = set(range(self._terms.units(self.step)))
         yield from self._assign_open(now)
 
     def _assign_open(self, now: float) -> Effects:
@@ -423,17 +410,19 @@ class Leader:
         busy = [replica for replica, own in zip(ready, shares, strict=True) if own]
         # Not rank 0 if possible: it sums the gradients.
         writer = heir if heir in busy else busy[0]
-        self._open = []
+        self._open = set()
         for replica, parts in zip(ready, shares, strict=True):
             if not parts:
                 continue
             seat = self._seats[replica]
-            seat.parts, seat.due = list(parts), now + self._terms.timeout
+            seat.units = {unit for part in parts for unit in range(*part)}
+            seat.due = now + self._terms.timeout
             yield self._order(
                 replica,
+                may_save=replica == writer,
                 heir=replica == heir,
-                writes=replica == writer,
-                parts=tuple(parts),
+                step=self.step,
+                parts=parts,
             )
 
     def _catch_up(self) -> Effects:
@@ -451,42 +440,27 @@ class Leader:
         if self._save_due or self._saver is not None:
             writers = ready if self._saver is None else [self._saver]
             for replica in [each for each in writers if each in ready][:1]:
-                yield self._order(replica, wait=True)
+                yield self._order(replica, may_save=True, wait=True)
             return
         for replica in ready:
             self._over = self._seats[replica].ended = True
             yield self._order(replica, end=True)
 
-    def _order(
-        self,
-        replica: int,
-        heir: bool = False,
-        writes: bool = False,
-        wait: bool = False,
-        end: bool = False,
-        parts: tuple[Part, ...] = (),
-    ) -> Order:
+    def _order(self, replica: int, may_save: bool = False, **fields: Any) -> Order:
+        """The order to catch up with the present, and further fields of it."""
         assert self.step is not None
         seat = self._seats[replica]
         assert seat.held is not None
         seat.waiting = False
         # One replica writes at a time. One that is still writing after the last step
-        # writes both checkpoints in turn.
-        free = self._saver is None or (wait and self._saver == replica)
-        save = self._save_due and free and (writes or wait)
+        # waits for both checkpoints, which it writes in turn.
+        free = self._saver is None or ("wait" in fields and self._saver == replica)
+        save = may_save and self._save_due and free
         if save:
             self._saver, self._save_due = replica, False
-        instruction = Directive(
-            self.generation,
-            apply=tuple(range(seat.held, self.step)),
-            save=save,
-            wait=wait,
-            heir=heir,
-            end=end,
-            step=self.step if parts else None,
-            parts=parts,
-        )
-        return Order(replica, instruction)
+        apply = tuple(range(seat.held, self.step))
+        directive = Directive(self.generation, apply=apply, save=save, **fields)
+        return Order(replica, directive)
 
     def _provide_states(self) -> Effects:
         """Lets replicas without a state fetch one, or restore the last checkpoint."""
@@ -518,25 +492,21 @@ class Leader:
         self._begun = self._save_due = False
         self._saver = None
         for seat in self._seats.values():
-            seat.held, seat.parts = None, []
+            seat.held, seat.units = None, set()
 
 
-def _divided(parts: Sequence[Part], count: int) -> list[list[Part]]:
-    """Divides units into contiguous shares, whose sizes differ by one at most."""
-    # Contiguous, so that a share is few ranges, and few nodes of the summation tree.
-    units = sum(part.stop - part.start for part in parts)
-    share, extra = divmod(units, count)
-    shares: list[list[Part]] = []
-    left = list(parts)
-    for number in range(count):
-        wanted = share + (number < extra)
-        own: list[Part] = []
-        while wanted:
-            part = left.pop(0)
-            size = min(wanted, part.stop - part.start)
-            own.append(Part(part.start, part.start + size))
-            if part.start + size < part.stop:
-                left.insert(0, Part(part.start + size, part.stop))
-            wanted -= size
-        shares.append(own)
-    return shares
+def _divided(units: Sequence[int], count: int) -> list[tuple[Part, ...]]:
+    """Divides units, in order, into shares whose sizes differ by one at most."""
+    # In order, so that a share is few ranges, and few nodes of the summation tree.
+    share, extra = divmod(len(units), count)
+    ends = [share * number + min(number, extra) for number in range(count + 1)]
+    return [_ranges(units[start:stop]) for start, stop in pairwise(ends)]
+
+
+def _ranges(units: Sequence[int]) -> tuple[Part, ...]:
+    """The ranges that ascending units make up."""
+    if not units:
+        return ()
+    gaps = [i for i in range(1, len(units)) if units[i] != units[i - 1] + 1]
+    places = pairwise([0, *gaps, len(units)])
+    return tuple(Part(units[start], units[stop - 1] + 1) for start, stop in places)
