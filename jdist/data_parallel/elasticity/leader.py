@@ -326,11 +326,10 @@ class Leader:
 
     def _advance(self, now: float) -> Effects:
         if self.step is not None:
-            while self._begun and self._is_whole():
+            if self._begun and self._is_whole():
                 yield self._commit()
-                yield from self._begin(now)
             if not self._begun:
-                yield from self._begin(now)
+                yield from self._begin()
             yield from self._assign_open(now)
             # After the assignment: an order to compute applies committed steps as well.
             yield from self._catch_up()
@@ -382,7 +381,7 @@ class Leader:
             and seat.held >= max(self.step - 1, self._oldest)
         ]
 
-    def _begin(self, now: float) -> Effects:
+    def _begin(self) -> Effects:
         assert self.step is not None
         ready = self._ready()
         if self.step >= self._terms.steps:
@@ -395,7 +394,6 @@ class Leader:
             return
         self._begun = self._has_begun = True
         self._open = set(range(self._terms.units(self.step)))
-        yield from self._assign_open(now)
 
     def _assign_open(self, now: float) -> Effects:
         """Divides unassigned units over the replicas that are ready."""
