@@ -15,6 +15,7 @@ the same number with one division per element.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -89,11 +90,20 @@ def adam(
       `torch.optim.adam._single_tensor_adam`, torch 2.13; Kingma and Ba, Adam, ICLR
       2015, algorithm 1; Reddi et al., On the convergence of Adam and beyond, ICLR 2018.
     """
-    return adam_form(amsgrad=amsgrad, decoupled=decoupled_weight_decay)
+    return adam_form(adam_delta, amsgrad=amsgrad, decoupled=decoupled_weight_decay)
 
 
-def adam_form(*, amsgrad: bool, decoupled: bool) -> LeafRule:
-    """The rule of Adam or, if decoupled, of AdamW."""
+def adam_form(
+    delta: Callable[..., jax.Array], *, decoupled: bool, amsgrad: bool = False
+) -> LeafRule:
+    """The rule of an optimizer with Adam's averages.
+
+    Args:
+      delta: `delta(m, v, t, h)`: the change of the parameter, apart from a decoupled
+        decay. With amsgrad v is the largest so far.
+      decoupled: Whether the weight decay is.
+      amsgrad: Whether the largest v is kept.
+    """
 
     def init_leaf(param: jax.Array) -> AdamState:
         # Not one array of zeros for both: a buffer can be donated once.
@@ -106,18 +116,26 @@ def adam_form(*, amsgrad: bool, decoupled: bool) -> LeafRule:
         grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
-        # In the leaf's precision: float64 parameters get float64 corrections.
-        t = step.astype(param.dtype)
         m = average(state.exp_avg, grad, beta1)
         v = average_square(state.exp_avg_sq, grad, beta2)
         largest = state.max_exp_avg_sq
         # Before the bias correction, as in the paper and in torch, not as in optax.
         largest = None if largest is None else jnp.maximum(largest, v)
-        # The corrections go into scalars, which leaves one division per element.
-        root_c2 = jnp.sqrt(one_minus_power(beta2, t))
-        size = h.lr * root_c2 / one_minus_power(beta1, t)
-        denominator = jnp.sqrt(v if largest is None else largest) + h.eps * root_c2
-        update = Update(-size * (m / denominator), decay(h) if decoupled else 0)
+        # In the leaf's precision: float64 parameters get float64 corrections.
+        t = step.astype(param.dtype)
+        change = delta(m, v if largest is None else largest, t, h)
+        update = Update(change, decay(h) if decoupled else 0)
         return update, AdamState(step, m, v, largest)
 
     return LeafRule(init_leaf, step_leaf)
+
+
+def adam_delta(
+    m: jax.Array, v: jax.Array, t: jax.Array, h: SimpleNamespace
+) -> jax.Array:
+    """Adam's change of a parameter."""
+    beta1, beta2 = h.betas
+    # The corrections go into scalars, which leaves one division per element.
+    root_c2 = jnp.sqrt(one_minus_power(beta2, t))
+    size = h.lr * root_c2 / one_minus_power(beta1, t)
+    return -size * (m / (jnp.sqrt(v) + h.eps * root_c2))

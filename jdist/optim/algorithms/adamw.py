@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jdist.optim._hyperparameters import Betas, NotNegative
-from jdist.optim.algorithms.adam import adam_form
+from jdist.optim.algorithms.adam import adam_delta, adam_form
 from jdist.optim.registry import LeafRule, constructor
 
 
@@ -47,4 +47,4 @@ def adamw(
       `torch.optim.adamw.AdamW`, torch 2.13; Loshchilov and Hutter, Decoupled weight
       decay regularization, ICLR 2019, algorithm 2.
     """
-    return adam_form(amsgrad=amsgrad, decoupled=True)
+    return adam_form(adam_delta, amsgrad=amsgrad, decoupled=True)

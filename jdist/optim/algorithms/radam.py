@@ -23,36 +23,14 @@ because R = coth(x/2) and 2 beta2^t / (1 - beta2^t) = coth(x t/2) - 1; the poles
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import Betas, NotNegative
-from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.terms import (
-    ascending,
-    average,
-    average_square,
-    decay,
-    log,
-    one_minus_power,
-    penalized,
-)
+from jdist.optim.algorithms.adam import adam_form
+from jdist.optim.algorithms.terms import log, one_minus_power
 from jdist.optim.registry import LeafRule, constructor
-
-
-class RAdamState(NamedTuple):
-    """State of one parameter; arrays have its shape and dtype."""
-
-    step: jax.Array
-    """Steps taken with a gradient, int32 scalar."""
-
-    exp_avg: jax.Array
-    """Moving average of the gradient, m."""
-
-    exp_avg_sq: jax.Array
-    """Moving average of its square, v."""
 
 
 @constructor("RAdam")
@@ -93,32 +71,17 @@ def radam(
       `torch.optim.radam._single_tensor_radam`, torch 2.13; Liu et al., On the variance
       of the adaptive learning rate and beyond, ICLR 2020, algorithm 2.
     """
+    return adam_form(_delta, decoupled=decoupled_weight_decay)
 
-    # Two arrays of zeros, because a buffer can be donated once.
-    def init_leaf(param: jax.Array) -> RAdamState:
-        return RAdamState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
 
-    def step_leaf(
-        param: jax.Array, grad: jax.Array, state: RAdamState, h: SimpleNamespace
-    ) -> tuple[Update, RAdamState]:
-        decoupled = decoupled_weight_decay
-        grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
-        beta1, beta2 = h.betas
-        step = state.step + 1
-        t = step.astype(param.dtype)
-        # Both averages from the first step on; only the division by v begins later.
-        m = average(state.exp_avg, grad, beta1)
-        v = average_square(state.exp_avg_sq, grad, beta2)
-        rho, rectifier = _rectifier(beta2, t)
-        size = h.lr / one_minus_power(beta1, t)
-        rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))
-        # Selected, not branched: the count is on the device. 5 is torch's bound; the
-        # paper's is 4, where r is 0.
-        delta = -size * jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
-        update = Update(delta, decay(h) if decoupled else 0)
-        return update, RAdamState(step, m, v)
-
-    return LeafRule(init_leaf, step_leaf)
+def _delta(m: jax.Array, v: jax.Array, t: jax.Array, h: SimpleNamespace) -> jax.Array:
+    beta1, beta2 = h.betas
+    rho, rectifier = _rectifier(beta2, t)
+    size = h.lr / one_minus_power(beta1, t)
+    rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))
+    # Selected, not branched: the count is on the device. 5 is torch's bound; the
+    # paper's is 4, where r is 0.
+    return -size * jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
 
 
 def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
