@@ -444,27 +444,17 @@ def check_optimizer(argument: str, given: PyTree) -> None:
       >>> check_optimizer("train_step(optimizer=...)", optim.sgd)
       Traceback (most recent call last):
         ...
-      TypeError: `train_step(optimizer=...)` must be an optimizer of jdist.optim. Got
-      the function sgd. Call it: `optim.sgd(...)`.
+      TypeError: `train_step(optimizer=...)` must be an optimizer of jdist.optim. Got a
+      function. Call a constructor, as `optim.adam(lr=1e-3)`, or wrap an optax
+      transformation, `optim.from_optax(...)`.
     """
-    if isinstance(given, Optimizer):
-        return
-    rule = "must be an optimizer of jdist.optim"
-    got, remedy = repr(given), "Make one, such as `optim.adam(lr=1e-3)`."
-    if hasattr(given, "init") and hasattr(given, "update"):
-        got = f"an optax transformation ({type(given).__name__})"
-        remedy = "Wrap it: `optim.from_optax(...)`."
-    elif callable(given) and hasattr(given, "__name__"):
-        kind = "class" if isinstance(given, type) else "function"
-        module = getattr(given, "__module__", "") or ""
-        got = f"the {kind} {given.__name__}"
-        if module.startswith("jdist.optim"):
-            remedy = f"Call it: `optim.{given.__name__}(...)`."
-        elif module.startswith("optax"):
-            remedy = f"Call and wrap it: `optim.from_optax({given.__name__}(...))`."
-        else:
-            remedy = "Call it and give what it returns, if it makes an optimizer."
-    raise type_error(argument, rule, got, remedy)
+    if not isinstance(given, Optimizer):
+        rule = "must be an optimizer of jdist.optim"
+        remedy = (
+            "Call a constructor, as `optim.adam(lr=1e-3)`, or wrap an optax "
+            "transformation, `optim.from_optax(...)`."
+        )
+        raise type_error(argument, rule, type_name(given), remedy)
 
 
 def count_zero() -> jax.Array:

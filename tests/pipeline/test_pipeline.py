@@ -358,10 +358,14 @@ def test_training_is_that_of_one_device():
     [
         (None, ValueError, "must be given for training"),
         ([optim.sgd(lr=0.1)] * 2, ValueError, "one for each of the 3 stages. Got 2"),
-        ([0.1] * 3, TypeError, r"must be an optimizer of jdist.optim. Got 0.1. Make"),
-        (optax.adam(0.1), TypeError, r"Got an optax transformation .*`optim.from_o"),
-        ([optax.adam(0.1)] * 3, TypeError, r"Wrap it: `optim.from_optax\(...\)`"),
-        (optim.adam, TypeError, r"Got the function adam. Call it: `optim.adam\(...\)`"),
+        ([0.1] * 3, TypeError, r"must be an optimizer of jdist.optim. Got a float."),
+        (optax.adam(0.1), TypeError, r"Got a Grad.* transformation, `optim.from_o"),
+        (
+            [optax.adam(0.1)] * 3,
+            TypeError,
+            r"`optim.from_optax\(...\)`",
+        ),
+        (optim.adam, TypeError, r"Got a function. Call a constructor"),
     ],
 )
 def test_optimizers_that_do_not_fit(optimizer, kind, message):

@@ -85,16 +85,18 @@ TAKERS = {
 @pytest.mark.parametrize("argument", TAKERS)
 def test_what_is_no_optimizer_is_refused_with_the_way_out(argument):
     wrong = {
-        "an optax transformation (GradientTransformationExtraArgs). Wrap it: "
-        "`optim.from_optax(...)`.": optax.adam(0.1),
-        "the function adam. Call it: `optim.adam(...)`.": optim.adam,
-        "the function sgd. Call and wrap it: `optim.from_optax(sgd(...))`.": optax.sgd,
-        "the class Mesh. Call it and give what it returns": Mesh,
-        "0.1. Make one, such as `optim.adam(lr=1e-3)`.": 0.1,
-        "None. Make one": None,
+        "a GradientTransformationExtraArgs": optax.adam(0.1),
+        "a function": optim.adam,
+        "a type": Mesh,
+        "a float": 0.1,
+        "None": None,
     }
     for said, stranger in wrong.items():
-        expected = f"`{argument}` must be an optimizer of jdist.optim. Got {said}"
+        expected = (
+            f"`{argument}` must be an optimizer of jdist.optim. Got {said}. Call a "
+            "constructor, as `optim.adam(lr=1e-3)`, or wrap an optax transformation, "
+            "`optim.from_optax(...)`."
+        )
         with pytest.raises(TypeError, match=re.escape(expected)):
             TAKERS[argument](stranger)
     TAKERS[argument](optim.adam())
