@@ -556,49 +556,27 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
 
 def _placed(state: PyTree, param: jax.Array) -> PyTree:
     """Lays arrays out like their parameter, and scalars as a step returns them."""
-    # Zeros do not depend on the parameter: without a hint the compiler replicates them.
-    # A count whose place changed in the first step would compile the step again.
-    if is_traced(param):
-        return jax.tree.map(lambda s: _alike_in_part(s, param), state)
-    if not param.committed:
+    traced = is_traced(param)
+    if not (traced or param.committed):
         return state
-    return jax.tree.map(lambda s: _placed_beside(s, param), state)
 
+    def placed(array: jax.Array) -> jax.Array:
+        if not (traced or array.ndim):
+            # A count whose place changed in the first step would compile it again.
+            return jax.device_put(array, _whole(param))
+        sizes = list(zip(array.shape, param.shape, strict=False))
+        if array.ndim != param.ndim or not all(a in (b, 1) for a, b in sizes):
+            return array
+        gone = tuple(i for i, (a, b) in enumerate(sizes) if a != b)
+        # Zeros do not depend on the parameter: in a program the compiler would
+        # replicate them without a hint. Outside they have its layout already.
+        if not (traced or gone):
+            return array
+        # The sum is never read. A slice would do, but for an explicit axis, along
+        # which JAX takes none.
+        return alike(array, param.sum(gone, keepdims=True) if gone else param)
 
-def _alike_in_part(array: jax.Array, param: jax.Array) -> jax.Array:
-    """Lays an array out like its parameter along the dimensions that both have."""
-    own = _kept_dimensions(array, param)
-    if own is None:
-        return array
-    gone = tuple(i for i, kept in enumerate(own) if not kept)
-    # The sum is never computed: only its layout is read. A slice would do, but for an
-    # explicit axis, along which JAX takes none.
-    return alike(array, param.sum(gone, keepdims=True) if gone else param)
-
-
-def _placed_beside(array: jax.Array, param: jax.Array) -> jax.Array:
-    """Moves an array that is not of the parameter's shape to its devices."""
-    place, own = param.sharding, _kept_dimensions(array, param)
-    if not array.ndim:
-        # A scalar has no axis to shard.
-        return jax.device_put(array, _whole(param))
-    if own is None or all(own) or not isinstance(place, NamedSharding):
-        return array
-    entries = zip(place.spec, own, strict=False)
-    spec = [entry if kept else None for entry, kept in entries]
-    # A compiled step leaves a None at the end out, and to `jax.jit` that is another
-    # layout.
-    while spec and spec[-1] is None:
-        spec.pop()
-    return jax.device_put(array, NamedSharding(place.mesh, PartitionSpec(*spec)))
-
-
-def _kept_dimensions(array: jax.Array, param: jax.Array) -> list[bool] | None:
-    """Which dimensions have the parameter's size and not 1; None for other shapes."""
-    if array.ndim != param.ndim:
-        return None
-    pairs = list(zip(array.shape, param.shape, strict=True))
-    return [a == b for a, b in pairs] if all(a in (b, 1) for a, b in pairs) else None
+    return jax.tree.map(placed, state)
 
 
 def _settled(state: PyTree, params: PyTree) -> PyTree:
