@@ -322,24 +322,11 @@ def check_losses(losses: PyTree, expected: tuple[int, ...]) -> None:
     if shape == expected and jnp.issubdtype(losses.dtype, jnp.floating):
         return
     rule = f"must return one real loss per example, floating, shape {expected}"
-    if shape == ():
-        got = "a scalar, shape ()"
-        remedy = (
-            "Return the losses before their mean or sum; jdist weights and reduces "
-            "them, so that uneven shards count right."
-        )
-    elif shape is None:
-        got = type_name(losses)
-        remedy = "Return a single array of losses."
-    elif shape == expected:
-        got = described(losses)
-        remedy = (
-            "Only real floating losses have gradients: compute them by floating "
-            "functions, such as a cross entropy in place of counted errors."
-        )
-    else:
-        got = described(losses)
-        remedy = "Sum each example's own terms; keep only the axis of examples."
+    got = type_name(losses) if shape is None else described(losses)
+    remedy = (
+        "Return a single array of the losses before their mean or sum: jdist weights "
+        "and reduces them, so that uneven shards count right."
+    )
     raise ValueError(requirement("loss_fn(params, batch)", rule, got, remedy))
 
 

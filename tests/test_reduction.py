@@ -256,21 +256,15 @@ def test_sixteen_bit_gradients_are_summed_in_float32():
     [
         (
             lambda w, x: jnp.mean(x) * w,
-            r"must return one real loss per example, floating, shape \(4,\). Got a "
-            r"scalar, shape \(\). Return the losses before their mean or sum",
+            r"must return one real loss per example, floating, shape \(4,\). Got "
+            r"float64 of shape \(\)\. Return .* losses before their mean or sum",
         ),
         (lambda w, x: x[:, None] * w, r"Got float64 of shape \(4, 1\)"),
         (lambda w, x: x[:3] * w, r"Got float64 of shape \(3,\)"),
         (lambda w, x: (x * w, x), "Got a tuple. Return a single array"),
-        (
-            lambda w, x: jnp.arange(4),
-            r"Got int64 of shape \(4,\)\. Only real floating losses have gradients",
-        ),
-        (lambda w, x: x * w > 1, r"Got bool of shape \(4,\)\. Only real floating"),
-        (
-            lambda w, x: (x * w).astype(complex),
-            r"Got complex128 of shape \(4,\)\. Only real floating",
-        ),
+        (lambda w, x: jnp.arange(4), r"real .* floating.* Got int64 of shape \(4,\)"),
+        (lambda w, x: x * w > 1, r"Got bool of shape \(4,\)"),
+        (lambda w, x: (x * w).astype(complex), r"Got complex128 of shape \(4,\)"),
     ],
 )
 def test_losses_of_the_wrong_shape_are_refused(loss_fn, message):

@@ -231,7 +231,7 @@ def test_losses_must_be_one_per_example(problem):
     """The mean inside the loss function is the mistake that weights cannot mend."""
     params, x, _ = problem
     step = train_step(lambda p, x: jnp.mean(x @ p), optim.sgd(lr=0.1), replicas=1)
-    with pytest.raises(ValueError, match=r"one real loss per example.*Got a scalar"):
+    with pytest.raises(ValueError, match=r"one real loss per example.*of shape \(\)"):
         step(step.init(params), x)
     step = train_step(lambda p, x: (x @ p, 3), optim.sgd(lr=0.1), replicas=1)
     with pytest.raises(ValueError, match=r"one real loss per example.*Got a tuple"):
