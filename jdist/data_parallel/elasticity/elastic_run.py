@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
@@ -36,7 +35,7 @@ from jdist.data_parallel.elasticity.replica_work import (
     Programs,
     ReplicaWork,
 )
-from jdist.data_parallel.replicas.shards import check_one_per_row, check_weight_values
+from jdist.data_parallel.replicas.shards import host_weights
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer
 from jdist.optim.internal import check_optimizer, loss_scaling, started
@@ -199,7 +198,8 @@ class Elastic:
             rule = f"must have the sampler's {sampler.examples} examples"
             raise value_error(f"{call}(data=...)", rule, examples)
         check_arrays(f"{call}(params=...)", params)
-        counted = _checked_weights(call, weights, examples)
+        # As where replicas bring their own: that each batch has some is checked below.
+        counted = host_weights(call, weights, examples, all_zero=True)
         batches = Batches(data, counted, sampler, self._slots)
         _check_batches(call, batches, int(epochs), self._reduction)
         terms = RunTerms(
@@ -241,15 +241,6 @@ class Elastic:
             "shapes of data": shapes(jax.tree.map(lambda x: x[:1], batches.data)),
             "optimizer": self._optimizer.name,
         }
-
-
-def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.ndarray:
-    if weights is None:
-        return np.ones(examples, np.float32)
-    found = reductions.host_weights(f"{call}(weights=...)", weights)
-    check_one_per_row(call, found, examples)
-    check_weight_values(call, found, all_zero=True)
-    return found
 
 
 def _check_batches(call: str, batches: Batches, epochs: int, reduction: str) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist import reduction as reductions
 from jdist._compat import called_outside_mesh, paced
 from jdist._errors import check_function, value_error
-from jdist._tree import PyTree, check_arrays, examples_in
+from jdist._tree import PyTree, check_arrays
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
@@ -27,11 +27,7 @@ from jdist.data_parallel.replicas.inputs import are_ready, brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
 from jdist.data_parallel.replicas.placement import Placement
-from jdist.data_parallel.replicas.shards import (
-    Weights,
-    check_rows,
-    weights_given,
-)
+from jdist.data_parallel.replicas.shards import Weights, rows_in, weights_given
 from jdist.segment.internal import GuardedJit
 
 
@@ -124,8 +120,7 @@ def value_and_grad(
         hook_state: PyTree = None,
     ) -> tuple[PyTree, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
-        count = examples_in(batch, "fn(params, batch)")
-        check_rows(count, placement.count)
+        count = rows_in("fn", batch, placement.count)
         weights = weights_given("fn", batch, weights, count, reduction)
         check_params("fn(params=...)", params, placement)
         given = (batch, weights)

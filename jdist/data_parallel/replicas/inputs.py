@@ -21,6 +21,7 @@ from jdist._errors import value_error
 from jdist._tree import PyTree, check_arrays, is_shape, named_leaves
 from jdist.data_parallel.replicas.mapping import EACH
 from jdist.data_parallel.replicas.placement import Placement
+from jdist.data_parallel.replicas.shards import Weights, rows_in, weights_given
 
 
 def are_ready(tree: PyTree, mesh: Mesh | None) -> bool:
@@ -133,9 +134,16 @@ def brought(
 
 
 def prepared(
-    call: str, placement: Placement, state: PyTree, batch: PyTree, weights: PyTree
+    call: str,
+    placement: Placement,
+    state: PyTree,
+    batch: PyTree,
+    weights: Weights,
+    *,
+    divisor: int,
+    reduction: str,
 ) -> tuple[PyTree, PyTree]:
-    """A batch and its weights on the devices of a step's program.
+    """A batch and its weights, checked, on the devices of a step's program.
 
     Args:
       call: The function, for the error's text.
@@ -143,12 +151,16 @@ def prepared(
       state: What `init` or the last step returned; it stays where it is.
       batch: The batch.
       weights: Its weights, or None.
+      divisor: The number of a batch's rows must be a multiple of it.
+      reduction: The reduction of the step.
 
     Raises:
       TypeError: The batch is no pytree of arrays.
       ValueError: An array was donated; the state lies on other devices; and what
-        `brought` refuses.
+        `rows_in`, `weights_given` and `brought` refuse.
     """
+    count = rows_in(call, batch, divisor)
+    weights = weights_given(call, batch, weights, count, reduction)
     if are_ready((state, batch, weights), placement.mesh):
         return batch, weights
     argument = f"{call}(batch=...)"

@@ -126,7 +126,7 @@ def sharded(
     several = own < placement.count
     sizes = _check_sizes(sizes, count, own)
     rows = _check_rows(rows, sizes, several=several)
-    weights = _check_weights(weights, count, several=several)
+    weights = host_weights(call, weights, count, all_zero=several)
     # One indexing both splits and pads, so that every row is copied once.
     order, is_real = _padded_rows(sizes, rows)
     padded = jax.tree.map(lambda leaf: leaf[order], batch)
@@ -145,12 +145,16 @@ def sharded(
     return found
 
 
-def check_rows(count: int, replicas: int) -> None:
-    """Checks that the replicas divide the rows."""
-    if count % replicas or not count:
-        rule = f"must divide evenly over {replicas} replicas"
-        remedy = "Use `shard_batch`, which pads with weight 0."
-        raise value_error("fn(batch=...)", rule, f"{count} examples", remedy)
+def rows_in(call: str, batch: PyTree, divisor: int) -> int:
+    """The number of rows of a batch, which replicas and micro-batches must divide."""
+    argument = f"{call}(batch=...)"
+    count = examples_in(batch, argument)
+    if count % divisor or not count:
+        rule = f"must have a multiple of {divisor} rows, one or more for each "
+        rule += "replica and micro-batch"
+        remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
+        raise value_error(argument, rule, f"{count} rows", remedy)
+    return count
 
 
 def _check_sizes(
@@ -200,15 +204,14 @@ def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> i
     return int(rows)
 
 
-def _check_weights(weights: Weights, count: int, *, several: bool) -> np.ndarray:
+def host_weights(call: str, weights: Any, count: int, *, all_zero: bool) -> np.ndarray:
+    """Checks weights that a process brings; `all_zero` as in `check_weight_values`."""
     if weights is None:
         return np.ones(count, np.float32)
-    weights = np.asarray(weight_array("shard_batch(weights=...)", weights))
-    if weights.shape != (count,):
-        rule = f"must be one per example, shape ({count},)"
-        raise value_error("shard_batch(weights=...)", rule, f"shape {weights.shape}")
-    check_weight_values("shard_batch", weights, all_zero=several)
-    return weights
+    found = np.asarray(weight_array(f"{call}(weights=...)", weights))
+    check_one_per_row(call, found, count)
+    check_weight_values(call, found, all_zero=all_zero)
+    return found
 
 
 def unbound(weights: Weights) -> Weights:

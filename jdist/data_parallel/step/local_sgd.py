@@ -45,11 +45,7 @@ from jdist.data_parallel.replicas.inputs import check_alive, prepared
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
 from jdist.data_parallel.replicas.placement import Placement
-from jdist.data_parallel.replicas.shards import (
-    Weights,
-    check_rows,
-    weights_given,
-)
+from jdist.data_parallel.replicas.shards import Weights
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.optim import Optimizer
 from jdist.optim.internal import check_optimizer, copies_over
@@ -248,10 +244,9 @@ class LocalSGD:
     ) -> tuple[PyTree, PyTree]:
         """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state)", state, LocalState, "local")
-        count = examples_in(batch, f"{call}(state, batch)")
-        check_rows(count, self._placement.count)
-        weights = weights_given(call, batch, weights, count, "mean")
-        return prepared(call, self._placement, state, batch, weights)
+        place = self._placement
+        given = (call, place, state, batch, weights)
+        return prepared(*given, divisor=place.count, reduction="mean")
 
     @called_outside_mesh
     def average(self, state: LocalState) -> PyTree:

@@ -39,7 +39,6 @@ from jdist._tree import (
     PyTree,
     check_arrays,
     check_state,
-    examples_in,
     is_iterator,
     is_shape,
     shapes_of,
@@ -59,7 +58,7 @@ from jdist.data_parallel.replicas.shards import (
     Weights,
     check_one_per_row,
     check_weighted,
-    weights_given,
+    rows_in,
 )
 from jdist.data_parallel.step.model_state import RULES
 from jdist.data_parallel.step.nnx_loss import check_stateless
@@ -270,9 +269,8 @@ class TrainStep:
     ) -> tuple[PyTree, PyTree]:
         """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state=...)", state, TrainState, "step")
-        count = _rows_in(call, batch, divisor)
-        weights = weights_given(call, batch, weights, count, self.reduction)
-        return prepared(call, self.placement, state, batch, weights)
+        given = (call, self.placement, state, batch, weights)
+        return prepared(*given, divisor=divisor, reduction=self.reduction)
 
     def _with_hook_state(
         self,
@@ -448,7 +446,7 @@ def _step(
         weights: jax.Array | None,
         overrides: PyTree,
     ) -> PyTree:
-        count = _rows_in("step", batch, divisor)
+        count = rows_in("step", batch, divisor)
         if weights is not None:
             check_one_per_row("step", weights, count)
         scale = None
@@ -483,17 +481,6 @@ def _is_floating(weights: Weights) -> bool:
     return isinstance(weights, jax.Array) and jnp.issubdtype(
         weights.dtype, jnp.floating
     )
-
-
-def _rows_in(call: str, batch: PyTree, divisor: int) -> int:
-    """The number of rows of a batch, which replicas and micro-batches must divide."""
-    count = examples_in(batch, f"{call}(state, batch)")
-    if count % divisor or not count:
-        rule = f"must have a multiple of {divisor} rows, one or more for each "
-        rule += "replica and micro-batch"
-        remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
-        raise value_error(f"{call}(batch=...)", rule, f"{count} rows", remedy)
-    return count
 
 
 def _mapped(replica_step: ReplicaStep, placement: Placement) -> PyTree:

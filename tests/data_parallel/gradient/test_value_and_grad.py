@@ -299,7 +299,7 @@ def test_wrong_options_are_refused(mesh, arguments, message):
 @pytest.mark.parametrize(
     ("weights", "count", "message"),
     [
-        (None, 7, "divide evenly over 2 replicas. Got 7 examples. Use `shard_batch`"),
+        (None, 7, "multiple of 2 rows.* Got 7 rows. Use `shard_batch"),
         (np.ones(6), 8, r"one per row, shape \(8,\). Got shape \(6,\)"),
         (np.r_[np.ones(7), -1.0], 8, "Got -1.0 for example 7"),
         (np.zeros(8), 8, "must not all be 0"),

@@ -240,7 +240,7 @@ def test_shapes_and_dtypes_are_checked_whenever_they_are_new(mesh, ready):
         "multiple of 2 rows, one or more for each replica and micro-batch. Got 0": (
             ((x[:0], y[:0]), None)
         ),
-        "`step(state, batch)` needs a batch whose leaves all have the same first": (
+        "`step(batch=...)` needs a batch whose leaves all have the same first": (
             ((x, y[:4]), weights)
         ),
         "the examples. Got 0: 6, 1: a scalar.": ((x, y[0]), weights),

@@ -133,7 +133,7 @@ def test_keys_and_integers_may_stand_in_a_batch():
         ({"weights": np.r_[np.ones(7), np.nan]}, "Got nan for example 7"),
         ({"weights": np.r_[np.ones(7), np.inf]}, "Got inf for example 7"),
         ({"weights": np.zeros(8)}, "must not all be 0.*Got 8 zeros"),
-        ({"weights": np.ones(7)}, r"one per example, shape \(8,\). Got shape \(7,\)"),
+        ({"weights": np.ones(7)}, r"one per row, shape \(8,\). Got shape \(7,\)"),
         ({"replicas": 0}, "at least 1. Got 0"),
         ({"batch": np.zeros((0, 3))}, "at least one example. Got none"),
         ({"batch": (np.zeros(3), np.zeros(2))}, "Got 0: 3, 1: 2"),

@@ -156,7 +156,7 @@ def test_local_sgd_is_lowered_from_shapes(mesh, problem, on_devices):
     given = data_parallel.shard_batch(batch, **over(where), weights=weights)
     text = local.lower(of_shapes, *shapes((batch, weights))).as_text()
     assert text == local.lower(state, *given).as_text()
-    with pytest.raises(ValueError, match="must divide evenly over 4 replicas"):
+    with pytest.raises(ValueError, match="must have a multiple of 4 rows"):
         local.lower(of_shapes, shapes(jax.tree.map(lambda x: x[:7], batch)))
 
 
