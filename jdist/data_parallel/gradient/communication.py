@@ -15,6 +15,7 @@ The collectives are kept apart and in the order of the buckets by a data depende
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -220,36 +221,29 @@ class Communication:
         if jax.lax.axis_size(self.axis) == 1:
             return part, leaves.arrays  # Neither buckets nor copies.
         scalars = self._scalars(part)
-        buckets = [list(indices) for indices in leaves.buckets]
+        sent = [[leaves.arrays[i] for i in indices] for indices in leaves.buckets]
         # Loss and total weight are sent in a bucket, or in a collective of their own.
-        passengers = [len(leaves.arrays) + i for i in range(len(scalars))]
-        carrier = self._carrier(leaves, scalars[0].dtype)
+        dtype = scalars[0].dtype
+        carriers = (n for n, arrays in enumerate(sent) if self._carries(arrays, dtype))
+        carrier = next(carriers, None)
+        if carrier is None:
+            carrier, sent = 0, [[], *sent]
+        sent[carrier] += scalars
+        sums = self._in_order(sent)
+        totals = [sums[carrier].pop() for _ in scalars][::-1]
+        order = chain.from_iterable(leaves.buckets)
+        found = dict(zip(order, chain.from_iterable(sums), strict=True))
+        arrays = [found[i] for i in range(len(found))]
+        return self._with_scalars(part, totals), arrays
+
+    def _carries(self, arrays: Sequence[jax.Array], dtype: Any) -> bool:
+        """Whether a bucket is copied anyway and can hold loss and total weight."""
         # A small bucket is copied into a buffer anyway. A large array is sent without a
         # copy, which two more numbers would require.
-        if carrier is None:
-            buckets.insert(0, passengers)
-        else:
-            buckets[carrier] += passengers
-        arrays = [*leaves.arrays, *scalars]
-        sums = self._in_order([[arrays[i] for i in bucket] for bucket in buckets])
-        for indices, found in zip(buckets, sums, strict=True):
-            for index, array in zip(indices, found, strict=True):
-                arrays[index] = array
-        count = len(leaves.arrays)
-        return self._with_scalars(part, arrays[count:]), arrays[:count]
-
-    def _carrier(self, leaves: _Leaves, dtype: Any) -> int | None:
-        """The first bucket that is copied anyway and can hold loss and total weight."""
-        if self.divided:
-            return None
-        for number, indices in enumerate(leaves.buckets):
-            arrays = [leaves.arrays[i] for i in indices]
-            is_copied = len(indices) > 1 or bytes_of(arrays[0]) < ALONE
-            # Each replica needs the whole of these two numbers.
-            is_whole = not self._scatters(arrays)
-            if is_copied and is_whole and arrays[0].dtype == dtype:
-                return number
-        return None
+        is_copied = len(arrays) > 1 or bytes_of(arrays[0]) < ALONE
+        # Each replica needs the whole of these two numbers.
+        is_whole = not (self.divided or self._scatters(arrays))
+        return is_copied and is_whole and arrays[0].dtype == dtype
 
     def _in_order(self, buffers: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """One collective for each list of arrays, in order."""
@@ -371,20 +365,17 @@ class Communication:
 
     def _check_divided(self) -> None:
         """Checks that no option gathers a gradient that is divided over other axes."""
-        given = {
-            "method": self.method != "all_reduce",
-            "bucket_cap_mb": self.bucket_cap_mb is not None,
-            "hook": self.hook is not None,
-        }
-        for name, is_given in given.items():
-            if is_given:
+        defaults = {"method": "all_reduce", "bucket_cap_mb": None, "hook": None}
+        for name, default in defaults.items():
+            given = getattr(self, name)
+            if given != default:
                 rule = f"must be left out on a mesh with axes beside {self.axis!r}"
-                got = repr(getattr(self, name))
                 remedy = (
                     "Over those a gradient may be divided, and it would be made whole. "
                     f"Parameters that are whole need a mesh with {self.axis!r} alone."
                 )
-                raise value_error(f"{self.call}({name}=...)", rule, got, remedy)
+                argument = f"{self.call}({name}=...)"
+                raise value_error(argument, rule, repr(given), remedy)
 
     def _check_hook(self) -> None:
         argument = f"{self.call}(hook=...)"
