@@ -50,12 +50,12 @@ def _channels_last(program: Any) -> Any:
 
 def _with_channels_last(equation: JaxprEqn) -> list[JaxprEqn]:
     if _convolves(equation):
-        return _reordered(equation)
+        return [_reordered(equation)]
     return [with_inner_programs(equation, _channels_last)]
 
 
-def _reordered(equation: JaxprEqn) -> list[JaxprEqn]:
-    """The equations of a convolution between transposed operands and result.
+def _reordered(equation: JaxprEqn) -> JaxprEqn:
+    """A call of a convolution between transposed operands and result.
 
     The order is rows, window, channels for the image and the result, and window, input
     channels, output channels for the kernel.
@@ -73,14 +73,10 @@ def _reordered(equation: JaxprEqn) -> list[JaxprEqn]:
         return found.transpose(np.argsort((result[0], *result[2:], result[1])))
 
     with equation.ctx.manager:
-        made = jax.make_jaxpr(convolve)(*[x.aval for x in equation.invars]).jaxpr
-    names = dict(zip(made.invars, equation.invars, strict=True))
-    names.update(zip(made.outvars, equation.outvars, strict=True))
-    return [
-        each.replace(
-            invars=[names.get(x, x) for x in each.invars],
-            outvars=[names.get(x, x) for x in each.outvars],
-            source_info=equation.source_info,
-        )
-        for each in made.eqns
-    ]
+        made = jax.make_jaxpr(jax.jit(convolve))(*[x.aval for x in equation.invars])
+    (call,) = made.jaxpr.eqns
+    return call.replace(
+        invars=equation.invars,
+        outvars=equation.outvars,
+        source_info=equation.source_info,
+    )
