@@ -110,42 +110,32 @@ def plan_buckets(
     # A large leaf saves little by sharing a call, and would pay for a copy.
     alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
     small = [i for i in order if i not in alone]
-    # Shapes have no device. A replica has all its leaves on the same devices, so that
-    # no bucket has to be split by device.
-    assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
+    limits = limits_of("plan_buckets(cap=...)", cap)
+    assigned = assign_buckets([leaves[i] for i in small], limits)
     found = [[small[i] for i in bucket] for bucket in assigned]
     found += [[i] for i in alone]
     # A bucket is sent after its last leaf, in whatever order it was filled.
     return sorted(found, key=lambda bucket: max(rank[i] for i in bucket))
 
 
-def check_cap(argument: str, cap: Cap) -> None:
-    """Checks that a cap is None or limits.
+def limits_of(argument: str, cap: Cap) -> tuple[float, ...]:
+    """The limits of a cap, in bytes.
 
     Raises:
       ValueError: A limit is negative or NaN, or there are none.
-      TypeError: It is neither.
+      TypeError: It is neither None nor limits.
     """
-    one = 1 if cap is None else cap
-    numbers: Any = cap if isinstance(cap, Sequence) else (one,)
+    if cap is None:
+        return FIRST_LIMIT, LIMIT
+    numbers: Any = cap if isinstance(cap, Sequence) else (cap,)
     if not all(isinstance(limit, Real) for limit in numbers):
         raise type_error(argument, "must be None, or limits in MiB", quoted(cap))
-    _check_limits(argument, numbers)
+    return tuple(limit * MIB for limit in _check_limits(argument, numbers))
 
 
 def bytes_of(leaf: Any) -> int:
     """Number of bytes of an array, or of anything with a shape and a dtype."""
     return math.prod(leaf.shape) * int(jnp.dtype(leaf.dtype).itemsize)
-
-
-def _limits(cap: Any) -> tuple[float, ...]:
-    if cap is None:
-        return FIRST_LIMIT, LIMIT
-    return tuple(c * MIB for c in (cap if isinstance(cap, Sequence) else (cap,)))
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _device_of(leaf: Any) -> PyTree:

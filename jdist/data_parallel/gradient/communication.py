@@ -37,7 +37,7 @@ from jdist.data_parallel.gradient.buckets import (
     ALONE,
     Cap,
     bytes_of,
-    check_cap,
+    limits_of,
     plan_buckets,
 )
 from jdist.data_parallel.gradient.scattered import (
@@ -123,7 +123,7 @@ class Communication:
         """Checks the options."""
         reductions.check_reduction(self.call, self.reduction)
         check_choice(f"{self.call}(method=...)", self.method, METHODS)
-        check_cap(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
+        limits_of(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
         if self.divided:
             self._check_divided()
         self._check_hook()
