@@ -70,25 +70,28 @@ def power_sgd(
     return switch(hooks.all_reduce(), compressed, at=start)
 
 
-class _Matrices(NamedTuple):
-    """Which of a bucket's gradients are compressed: their places, sizes and rank."""
+class _Matrix(NamedTuple):
+    """One of a bucket's gradients that is compressed."""
 
-    places: list[int]
-    shapes: list[tuple[int, int]]
-    ranks: list[int]
+    place: int
+    """Its index in the bucket."""
+
+    shape: tuple[int, int]
+    """Its rows and columns."""
+
+    start: tuple[int, int]
+    """The shape of Q."""
 
 
-def _compressible(bucket: Bucket, rank: int, rate: float) -> _Matrices:
-    found = _Matrices([], [], [])
+def _compressible(bucket: Bucket, rank: int, rate: float) -> list[_Matrix]:
+    found = []
     for place, shape in enumerate(bucket.shapes):
         if not shape or not np.prod(shape):
             continue
         n, m = shape[0], int(np.prod(shape[1:], dtype=int))
         r = min(n, m, rank)
         if (n + m) * r * rate < n * m:
-            found.places.append(place)
-            found.shapes.append((n, m))
-            found.ranks.append(r)
+            found.append(_Matrix(place, (n, m), (m, r)))
     return found
 
 
@@ -101,9 +104,8 @@ def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
             return jnp.zeros((), jnp.uint32)
         # NumPy draws the same numbers on every replica and under every version of JAX.
         rng = np.random.default_rng((seed, bucket.index))
-        sizes = [(m, r) for (_, m), r in zip(*matrices[1:], strict=True)]
         dtype = _real(bucket)
-        return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+        return [jnp.asarray(rng.normal(size=each.start), dtype) for each in matrices]
 
     def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         require_real("power_sgd", bucket)
@@ -117,16 +119,14 @@ def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
 
 
 def _projected(
-    starts: list[jax.Array], bucket: Bucket, matrices: _Matrices
+    starts: list[jax.Array], bucket: Bucket, matrices: list[_Matrix]
 ) -> tuple[list[jax.Array], Bucket]:
     """One step of power iteration for each matrix of a bucket; the rest is summed."""
     gradients = bucket.gradients()
     dtype = _real(bucket)
-    own = [
-        gradients[place].reshape(shape).astype(dtype)
-        for place, shape in zip(matrices.places, matrices.shapes, strict=True)
-    ]
-    others = [i for i in range(len(gradients)) if i not in matrices.places]
+    places = [each.place for each in matrices]
+    own = [gradients[i].reshape(shape).astype(dtype) for i, shape, _ in matrices]
+    others = [i for i in range(len(gradients)) if i not in places]
     # An orthonormal start keeps the products in the range of the gradient's numbers.
     left = [_product(m, _basis(q)) for m, q in zip(own, starts, strict=True)]
     # Vectors are sent with the first factors, to save a collective.
@@ -140,8 +140,7 @@ def _projected(
     factors = [q.astype(dtype) for q in factors]
     results = dict(zip(others, summed[len(left) :], strict=True))
     sent = {i: gradients[i] for i in others}
-    rows = zip(matrices.places, bases, factors, right, strict=True)
-    for place, p, q, own_q in rows:
+    for place, p, q, own_q in zip(places, bases, factors, right, strict=True):
         results[place] = _product(p, q.T)
         # This replica's part of the result: error feedback keeps the rest.
         sent[place] = _product(p, own_q.T)
@@ -161,10 +160,10 @@ def _summed(arrays: list[jax.Array], bucket: Bucket) -> list[jax.Array]:
 
 
 def _drawn(
-    count: jax.Array, bucket: Bucket, matrices: _Matrices, seed: int
+    count: jax.Array, bucket: Bucket, matrices: list[_Matrix], seed: int
 ) -> list[jax.Array]:
     """Q of this step, the same on all replicas; one draw, which compiles once."""
-    shapes = [(m, r) for (_, m), r in zip(*matrices[1:], strict=True)]
+    shapes = [each.start for each in matrices]
     # The kind of generator that gives each replica of a `vmap` the same numbers.
     key = jax.random.key(seed, impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, bucket.index), count)
