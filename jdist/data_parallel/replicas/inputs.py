@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdist._compat import ArrayImpl, is_traced
 from jdist._errors import value_error
-from jdist._tree import PyTree, check_arrays, is_shape, named_leaves
+from jdist._tree import PyTree, check_arrays, is_shape, path_of
 from jdist.data_parallel.replicas.mapping import EACH
 from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import Weights, rows_in, weights_given
@@ -68,16 +68,15 @@ def check_alive(argument: str, tree: PyTree) -> None:
     Raises:
       ValueError: There are some, and the message names the first.
     """
-    # Paths cost more than the check: they are made for the message only.
-    if not any(map(_is_deleted, jax.tree.leaves(tree))):
-        return
-    path = next(k for k, leaf in named_leaves(tree).items() if _is_deleted(leaf))
-    got = f"one at {path} whose buffer was donated or deleted"
-    remedy = (
-        "A step takes over the buffers of the state it is given: continue with the "
-        "state that it returns, or give it a copy, `jax.tree.map(jnp.copy, state)`."
-    )
-    raise value_error(argument, "must hold arrays that are in use", got, remedy)
+    for keys, leaf in jax.tree.leaves_with_path(tree):
+        if _is_array(leaf) and leaf.is_deleted():
+            got = f"one at {path_of(keys)} whose buffer was donated or deleted"
+            remedy = (
+                "A step takes over the buffers of the state it is given: continue with "
+                "the state that it returns, or give it a copy, "
+                "`jax.tree.map(jnp.copy, state)`."
+            )
+            raise value_error(argument, "must hold arrays that are in use", got, remedy)
 
 
 def check_place(argument: str, state: PyTree, placement: Placement) -> None:
@@ -92,17 +91,15 @@ def check_place(argument: str, state: PyTree, placement: Placement) -> None:
       ValueError: A leaf lies elsewhere, and the message names the first.
     """
     place = _home(state) if placement.mesh is None else placement.whole
-    leaves = jax.tree.leaves(state)
-    if place is None or not any(_is_elsewhere(leaf, place) for leaf in leaves):
-        return
-    named = named_leaves(state).items()
-    path, leaf = next((k, x) for k, x in named if _is_elsewhere(x, place))
-    rule = f"must lie on the step's devices, {_listed(place)}"
-    remedy = (
-        "Make it by `init` of this step; a state of other devices goes through "
-        "`TrainCheckpoints`, which restores it like one of `init`."
-    )
-    raise value_error(argument, rule, f"{path} on {_listed(leaf.sharding)}", remedy)
+    for keys, leaf in jax.tree.leaves_with_path(state):
+        if place is not None and _is_elsewhere(leaf, place):
+            rule = f"must lie on the step's devices, {_listed(place)}"
+            got = f"{path_of(keys)} on {_listed(leaf.sharding)}"
+            remedy = (
+                "Make it by `init` of this step; a state of other devices goes through "
+                "`TrainCheckpoints`, which restores it like one of `init`."
+            )
+            raise value_error(argument, rule, got, remedy)
 
 
 def brought(
@@ -227,10 +224,6 @@ def _is_tied(leaf: Any) -> bool:
 def _is_elsewhere(leaf: Any, place: Any) -> bool:
     # Devices only: the program changes the layout as it needs.
     return _is_tied(leaf) and leaf.sharding.device_set != place.device_set
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return _is_array(leaf) and leaf.is_deleted()
 
 
 def _listed(place: Any) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -95,19 +96,15 @@ class ReplicaStep:
         weights: jax.Array,
     ) -> PyTree:
         """This replica's partial, model state and aux, and when each is final."""
-        key = _key_of_replica(state, self.communication.axis)
-        loss = _scaled(self.loss, scale)
-
-        def fn(params: PyTree, share: ReplicaBatch) -> PyTree:
-            return accumulated(
-                loss,
-                params,
-                share,
-                self.communication.reduction,
-                self.accumulate,
-                self.communication.axis,
-            )
-
+        axis = self.communication.axis
+        fn = partial(
+            accumulated,
+            _scaled(self.loss, scale),
+            reduction=self.communication.reduction,
+            count=self.accumulate,
+            axis_name=axis,
+        )
+        key = _key_of_replica(state, axis)
         share = ReplicaBatch(batch, weights, key, state.states)
         return with_gradient_order(fn, state.params, share)
 
