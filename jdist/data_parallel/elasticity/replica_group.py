@@ -295,38 +295,43 @@ class ElasticRuns:
         agent.extension_state.on_gone(self._on_gone)
 
     @contextlib.contextmanager
-    def following(self, name: str, follower: Follower) -> Iterator[None]:
-        """Serves the state of a replica while its block runs."""
+    def taking_part(
+        self, name: str, follower: Follower, leader: LeaderService | None
+    ) -> Iterator[None]:
+        """Serves the state of a replica, and leads the run, while its block runs.
+
+        Args:
+          name: Name of the run.
+          follower: The replica.
+          leader: None on workers other than rank 0's.
+
+        Raises:
+          ValueError: The worker is in a run of that name, or has led one.
+        """
+        argument = "Elastic.run(name=...)"
         with self._lock:
             if name in self._followers:
                 rule = "must not be that of a run that this worker is in"
-                raise value_error("Elastic.run(name=...)", rule, name)
+                raise value_error(argument, rule, name)
+            if leader is not None:
+                if name in self._leaders:
+                    rule = "must be new in the group: the run of that name has begun"
+                    raise value_error(argument, rule, name)
+                self._leaders[name] = leader
             self._followers[name] = follower
+        ending = "it is over"
         try:
             yield
+        except BaseException as error:
+            ending = f"rank 0 has left it: {error!r}"
+            raise
         finally:
             del self._followers[name]
-
-    def lead(self, name: str, leader: LeaderService) -> None:
-        """Begins to lead a run.
-
-        Raises:
-          ValueError: There was one of that name.
-        """
-        with self._lock:
-            if name in self._leaders:
-                rule = "must be new in the group: the run of that name has begun"
-                raise value_error("Elastic.run(name=...)", rule, name)
-            self._leaders[name] = leader
-
-    def end(self, name: str, reason: str) -> None:
-        """Ends a run that this worker leads."""
-        with self._lock:
-            # None stays under the name, so that late reports learn that the run is
-            # over.
-            leader, self._leaders[name] = self._leaders[name], None
-        assert leader is not None
-        leader.fail(reason)
+            if leader is not None:
+                # None stays under the name, so that late reports learn that the run is
+                # over.
+                self._leaders[name] = None
+                leader.fail(f"The elastic run {name!r} has ended: {ending}.")
 
     def _on_report(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
@@ -403,7 +408,6 @@ def follow_leader(
     agent = current_agent()
     enter_batch_class()  # Messages arrive while it computes.
     runs: ElasticRuns = agent.extension_state[_PACKAGE]
-
     work = make_work(agent.device)
 
     def fetched(replica: int) -> Snapshot | None:
@@ -419,21 +423,12 @@ def follow_leader(
         return Snapshot(generation, held, jax.tree.unflatten(structure, leaves))
 
     follower = Follower(work, fetched)
-    with runs.following(name, follower), contextlib.closing(work):
-        if agent.info.id:
-            _follow(agent, name, terms, agreed, follower, work)
-        else:
-            leader = LeaderService(agent, terms, agreed, work)
-            runs.lead(name, leader)
-            ending = "it is over"
-            try:
-                _follow(agent, name, terms, agreed, follower, work)
-                leader.wait()
-            except BaseException as error:
-                ending = f"rank 0 has left it: {error!r}"
-                raise
-            finally:
-                runs.end(name, f"The elastic run {name!r} has ended: {ending}.")
+    is_leader = agent.info.id == 0
+    leader = LeaderService(agent, terms, agreed, work) if is_leader else None
+    with contextlib.closing(work), runs.taking_part(name, follower, leader):
+        _follow(agent, name, terms, agreed, follower, work)
+        if leader is not None:
+            leader.wait()
     state = follower.snapshot.state
     if state is None:
         raise RpcError(

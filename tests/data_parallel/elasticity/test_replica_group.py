@@ -1,6 +1,7 @@
 """What a replica may send to rank 0, and in which order rank 0 answers."""
 
 import threading
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -137,14 +138,13 @@ def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
     """It is handled on another thread than the departure that came after it."""
     tasks, peers = [], workers()
     runs = runs_with(tasks)
-    runs.lead("run", leader)
-    answers = [runs._on_report(each, message(0, None), {}) for each in peers]
-    leave(runs, peers[0])
-    for task in tasks:
-        task()
-    # The first one in the run is told at once to restore the state.
-    assert [answer.done() for answer in answers] == [False, True]
-    runs.end("run", "it is over")
+    with runs.taking_part("run", None, leader):
+        answers = [runs._on_report(each, message(0, None), {}) for each in peers]
+        leave(runs, peers[0])
+        for task in tasks:
+            task()
+        # The first one in the run is told at once to restore the state.
+        assert [answer.done() for answer in answers] == [False, True]
     with pytest.raises(RpcError, match="The elastic run 'run' is over on rank 0"):
         runs._on_report(peers[1], message(0, None), {})
 
@@ -152,8 +152,8 @@ def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
 def test_a_report_to_a_run_that_has_not_begun_is_sent_again(leader):
     runs = runs_with([])
     assert runs._on_report(workers()[0], message(0, None), {}) is None
-    runs.lead("run", leader)
-    assert runs._on_report(workers()[0], message(0, None), {}) is not None
+    with runs.taking_part("run", None, leader):
+        assert runs._on_report(workers()[0], message(0, None), {}) is not None
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])
@@ -172,13 +172,13 @@ def test_a_report_that_is_handled_late_learns_that_the_run_has_ended(
             tasks.pop()()
 
     runs = runs_with(tasks)
-    runs.lead("run", leader)
-    # The first one in the run is told at once to restore the state, and then waits for
-    # two others.
-    leader.report(PEERS[0], ReplicaReport(), [], leader.expect(PEERS[0], {}))
-    answer = runs._on_report(workers()[0], message(1, 0), {})
-    monkeypatch.setattr(leader, "fail", failing)
-    runs.end("run", "rank 0 has left it")
+    with suppress(InterruptedError), runs.taking_part("run", None, leader):
+        # The first one in the run is told at once to restore the state, and then waits
+        # for two others.
+        leader.report(PEERS[0], ReplicaReport(), [], leader.expect(PEERS[0], {}))
+        answer = runs._on_report(workers()[0], message(1, 0), {})
+        monkeypatch.setattr(leader, "fail", failing)
+        raise InterruptedError
     for task in tasks:
         task()
     assert answer.done()
