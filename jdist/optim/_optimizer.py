@@ -542,28 +542,23 @@ def _left(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
     if not jnp.issubdtype(param.dtype, jnp.complexfloating):
-        return _placed(init_leaf(param), param)
+        return _laid_out(init_leaf(param), param)
     # A rule sees real arrays only. Those of the parameter's shape are complex again
     # between steps, so that they can be sharded as the parameter is.
     real = _entered(param)
-    return _placed(
-        jax.tree.map(
-            lambda s: _left(s, param) if s.shape == real.shape else s, init_leaf(real)
-        ),
-        param,
+    state = jax.tree.map(
+        lambda s: _left(s, param) if s.shape == real.shape else s, init_leaf(real)
     )
+    return _laid_out(state, param)
 
 
-def _placed(state: PyTree, param: jax.Array) -> PyTree:
-    """Lays arrays out like their parameter, and scalars as a step returns them."""
+def _laid_out(state: PyTree, param: jax.Array) -> PyTree:
+    """Lays the arrays of a leaf's state out like their parameter."""
     traced = is_traced(param)
     if not (traced or param.committed):
         return state
 
-    def placed(array: jax.Array) -> jax.Array:
-        if not (traced or array.ndim):
-            # A count whose place changed in the first step would compile it again.
-            return jax.device_put(array, _whole(param))
+    def laid_out(array: jax.Array) -> jax.Array:
         sizes = list(zip(array.shape, param.shape, strict=False))
         if array.ndim != param.ndim or not all(a in (b, 1) for a, b in sizes):
             return array
@@ -576,13 +571,14 @@ def _placed(state: PyTree, param: jax.Array) -> PyTree:
         # which JAX takes none.
         return alike(array, param.sum(gone, keepdims=True) if gone else param)
 
-    return jax.tree.map(placed, state)
+    return jax.tree.map(laid_out, state)
 
 
 def _settled(state: PyTree, params: PyTree) -> PyTree:
-    """Moves uncommitted arrays, such as optax's counts, to the parameters' devices."""
-    # A checkpoint restores arrays as committed to their devices, and a count committed
-    # to the first device alone cannot enter a program over the mesh of the parameters.
+    """Moves uncommitted arrays, such as counts, to the parameters' devices."""
+    # A count whose place changed in the first step would compile it again. And a
+    # checkpoint restores arrays as committed: to the first device alone, a count cannot
+    # enter a program over the mesh of the parameters.
     arrays = [p for p in jax.tree.leaves(params) if isinstance(p, jax.Array)]
     # Under jit arrays have no devices yet: the compiler lays the state out.
     if any(map(is_traced, arrays)):
