@@ -107,8 +107,8 @@ class LeaderService:
         # Of reports that are still to be handled, and of those that have been.
         self._expected: dict[int, Future[Answer]] = {}
         self._answers: dict[int, Future[Answer]] = {}
-        self._sums: dict[Part, Partial] = {}
-        self._sums_of: tuple[int, int | None] = (0, None)  # Generation and step.
+        # By generation, step and part, since the last commit.
+        self._sums: dict[tuple[int, int | None, Part], Partial] = {}
         self._totals: dict[int, list[jax.Array]] = {}
         self._failed: str | None = None
         # Weakly: an announced moment is not taken back, and would keep the state and
@@ -150,7 +150,10 @@ class LeaderService:
             if self._expected.get(replica) is not answer:
                 return []
             self._answers[replica] = self._expected.pop(replica)
-            self._keep(report, sums)
+            for part, leaves in zip(report.parts, sums, strict=True):
+                # Two replicas may have computed it: the first result was counted.
+                key = report.generation, report.step, part
+                self._sums.setdefault(key, self._structure.unflatten(leaves))
             return self._leader.report(replica, report, now)
 
         self._react(reported)
@@ -232,23 +235,15 @@ class LeaderService:
             "`Elastic.run(join_timeout=...)`."
         )
 
-    def _keep(self, report: ReplicaReport, sums: Sequence[list[jax.Array]]) -> None:
-        """Keeps the sums of the current step; the leader accepts no others."""
-        present = (self._leader.generation, self._leader.step)
-        if present != self._sums_of:
-            self._sums, self._sums_of = {}, present
-        if (report.generation, report.step) == present:
-            for part, leaves in zip(report.parts, sums, strict=True):
-                # Two replicas may have computed it: the first result was counted.
-                self._sums.setdefault(part, self._structure.unflatten(leaves))
-
     def _handle(self, effects: Sequence[Effect]) -> list[tuple[Future[Answer], Answer]]:
         orders: dict[int, Answer] = {}
         for effect in effects:
             match effect:
                 case Commit(step, parts, oldest):
-                    sums = {part: self._sums[part] for part in parts}
+                    key = self._leader.generation, step
+                    sums = {part: self._sums[*key, part] for part in parts}
                     self._totals[step] = jax.tree.leaves(self._work.total(sums))
+                    self._sums.clear()
                     for old in [each for each in self._totals if each < oldest]:
                         del self._totals[old]
                 case Order(replica, directive):
