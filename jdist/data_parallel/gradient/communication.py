@@ -189,22 +189,13 @@ class Communication:
         # For an extreme: replicas that do not hold it contribute nothing.
         part = reductions.aligned(part, self.reduction, self.axis)
         leaves = self._take_apart(part.gradient, ready.gradient)
-        structure = jax.tree.structure(part.gradient)
         if self.hook is None:
             whole, arrays = self._without_hook(part, leaves)
-            whole = whole._replace(gradient=jax.tree.unflatten(structure, arrays))
-            return *reductions.finish(whole, self.reduction, like), ()
-        whole, arrays, state = self._with_hook(part, leaves, state)
-        # Shares of an extreme are divided already: only the loss is left to finish.
-        nothing = whole._replace(gradient=None)
-        loss, _ = reductions.finish(nothing, self.reduction, like=None)
-        trainable, _ = split_inexact(like)
-        gradient = jax.tree.map(
-            lambda g, p: g.astype(p.dtype),
-            jax.tree.unflatten(structure, arrays),
-            trainable,
-        )
-        return loss, gradient, state
+        else:
+            whole, arrays, state = self._with_hook(part, leaves, state)
+        gradient = jax.tree.unflatten(jax.tree.structure(part.gradient), arrays)
+        whole = whole._replace(gradient=gradient)
+        return *reductions.finish(whole, self.reduction, like), state
 
     def _as_parameters(self, part: Partial, like: PyTree) -> Partial:
         """Lays the gradient of a partial out as the parameters are."""
@@ -294,9 +285,11 @@ class Communication:
         found = METHODS[self.method](scalars, self.axis)
         whole = self._with_scalars(part, list(found))
         shares = leaves.arrays
+        fraction = reductions.divided(part.weight, whole.weight)  # B_i / B
         if self.reduction in ("max", "min"):
             shares = reductions.divided(shares, whole.weight)
-        fraction = reductions.divided(part.weight, whole.weight)  # B_i / B
+            # What is left to divide by.
+            whole = whole._replace(weight=jnp.where(whole.weight > 0, 1, whole.weight))
         arrays: dict[int, jax.Array] = {}
         new_state, previous = [], None
         filled = self._filled(leaves._replace(arrays=shares), fraction)
