@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, TypedDict
 
 import jax
 import numpy as np
@@ -81,20 +81,17 @@ class ProcessLost(JdistError):
         self.ranks = ranks
 
 
-class _DepartureNote(NamedTuple):
-    """A note in JAX's key-value store that a process leaves for the others.
-
-    Attributes:
-      moment: Time at which it left, in seconds since the epoch.
-      own: Whether the failure is its own, and not that of a collective.
-      text: The first line of its error.
-      ended: Whether it reached the end of the block.
-    """
+class _DepartureNote(TypedDict):
+    """A note in JAX's key-value store that a process leaves for the others."""
 
     moment: float
+    """Time at which it left, in seconds since the epoch."""
+
     own: bool
+    """Whether the failure is its own, and not that of a collective."""
+
     text: str
-    ended: bool = False
+    """The first line of its error; empty if it reached the end of the block."""
 
 
 @contextmanager
@@ -325,7 +322,7 @@ def _early_end(timeout: float) -> ProcessLost | None:
         if len(early) == size:
             return None
         # Other processes read this note when their collectives fail.
-        _LEFT.leave(rank, _DepartureNote(moment, own=True, text="", ended=True))
+        _LEFT.leave(rank, _DepartureNote(moment=moment, own=True, text=""))
     except jax.errors.JaxRuntimeError:
         return _lost((0,), size, time.time())
     return _ended(early, size, moment)
@@ -366,42 +363,36 @@ def _verdict(error: BaseException) -> ProcessLost | None:
     kinds = (jax.errors.JaxRuntimeError, ValueError)
     suffers = isinstance(error, kinds) and bool(_SYMPTOM.search(str(error)))
     moment = time.time()
-    note = _DepartureNote(moment, own=not suffers, text=_first_line(error))
+    note = _DepartureNote(moment=moment, own=not suffers, text=_first_line(error))
+
+    def is_clear(notes: Mapping[int, _DepartureNote]) -> bool:
+        """Whether one names a cause, or all have arrived."""
+        return len(notes) == size or any(note["own"] for note in notes.values())
+
     try:
         _LEFT.leave(rank, note)
         if not suffers:
             return None
-        notes = _notes(size)
+        notes = _LEFT.wait(is_clear, _PATIENCE)
     except jax.errors.JaxRuntimeError:
         # The coordinator is lost as well.
         return _lost((0,), size, moment)
     return _blamed(notes, size, moment)
 
 
-def _notes(size: int) -> dict[int, _DepartureNote]:
-    """The departure notes by rank, once one names a cause or all have arrived."""
-
-    def is_clear(found: Mapping[int, list[Any]]) -> bool:
-        causes = (_DepartureNote(*note).own for note in found.values())
-        return len(found) == size or any(causes)
-
-    found = _LEFT.wait(is_clear, _PATIENCE)
-    return {rank: _DepartureNote(*note) for rank, note in found.items()}
-
-
 def _blamed(
     notes: Mapping[int, _DepartureNote], size: int, moment: float
 ) -> ProcessLost | None:
     # The earliest cause counts: later failures follow from it.
-    own = [(note.moment, rank) for rank, note in notes.items() if note.own]
-    early = sorted(rank for rank, note in notes.items() if note.ended)
+    own = [(note["moment"], rank) for rank, note in notes.items() if note["own"]]
+    early = sorted(rank for rank, note in notes.items() if not note["text"])
     if early and min(own)[1] in early:
         return _ended(early, size, min(own)[0])
     if own:
         moment, rank = min(own)
         return ProcessLost(
             f"Rank {rank} of {size} left the run at {_clock(moment)}: "
-            f"{notes[rank].text}",
+            f"{notes[rank]['text']}",
             (rank,),
         )
     # Without a note a process was killed, or is frozen.

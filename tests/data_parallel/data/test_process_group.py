@@ -203,9 +203,7 @@ class Coordinator:
         self.values = {f"jdist/ended/{rank}": "null" for rank in ended}
         self.values |= {
             f"jdist/left/{rank}": json.dumps(
-                process_group_module._DepartureNote(
-                    **{"moment": 5.0, "text": "", **note}
-                )
+                {"moment": 5.0, "text": "an error", **note}
             )
             for rank, note in (left or {}).items()
         }
@@ -240,7 +238,7 @@ def rank_3_of_4(monkeypatch):
 def test_the_names_of_who_is_lost(rank_3_of_4):
     """Of those that end early, at the end and in the others' collectives; of others."""
     broken = ValueError("UNKNOWN: Gloo all-reduce failed: closed by peer")
-    early = {"own": True, "ended": True}
+    early = {"own": True, "text": ""}
     at_the_end = rank_3_of_4(Coordinator(ended=(1,)))
     assert rank_3_of_4(Coordinator(ended=(0, 1, 2))) is None, "the last came just then"
     in_a_collective = rank_3_of_4(Coordinator(left={1: early, 2: early}), broken)
