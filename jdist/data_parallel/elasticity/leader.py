@@ -304,25 +304,24 @@ class Leader:
 
     def _holders(self, without: int | None = None) -> list[int]:
         """Replicas with a state that leads to the present, the best source first."""
-        # Fetches are spread over the holders. Then rank 0 is the last, which serves all
-        # others already; and the state with most steps is the best, since the fewest
-        # gradients have to be applied to it.
-        fetching = [seat.source for seat in self._seats.values()]
-        found = [
-            (
-                fetching.count(replica),
-                replica == self._own,
-                -(seat.held or 0),
-                -replica,
-                replica,
-            )
+        held = {
+            replica: seat.held
             for replica, seat in self._seats.items()
             if replica != without
             and not (seat.expelled or seat.restoring)
             and seat.held is not None
             and self._reaches(seat.held)
-        ]
-        return [replica for *_, replica in sorted(found)]
+        }
+        fetching = [seat.source for seat in self._seats.values()]
+
+        # Fetches are spread over the holders. Then rank 0 is the last, which serves all
+        # others already; and the state with most steps is the best, since the fewest
+        # gradients have to be applied to it.
+        def order(replica: int) -> tuple[int, ...]:
+            own = replica == self._own
+            return fetching.count(replica), own, -held[replica], -replica
+
+        return sorted(held, key=order)
 
     def _advance(self, now: float) -> Effects:
         if self.step is not None:
