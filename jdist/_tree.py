@@ -265,7 +265,7 @@ def owned(tree: PyTree) -> PyTree:
 
     JAX may read a NumPy array that it is given after the call has returned, also where
     it copies, as `jnp.array` does. On CPU it uses memory that is aligned to 64 bytes in
-    place. The copies are aligned, so that no second one is made.
+    place.
 
     Example:
       >>> buffer = np.arange(3.0)
@@ -277,18 +277,9 @@ def owned(tree: PyTree) -> PyTree:
     # Most trees have none: to find that out takes a third of the time of `map`.
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(lambda x: _copied(x) if isinstance(x, np.ndarray) else x, tree)
-
-
-def _copied(array: np.ndarray) -> np.ndarray:
-    if array.dtype.hasobject:  # Refused by what takes the batch.
-        return array
-    # Bytes, of which there are enough to begin at a multiple of 64.
-    memory = np.empty(array.nbytes + 64, np.uint8)
-    start = -memory.__array_interface__["data"][0] % 64
-    found = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    found[...] = array
-    return found
+    return jax.tree.map(
+        lambda x: np.array(x, order="C") if isinstance(x, np.ndarray) else x, tree
+    )
 
 
 def is_key(leaf: object) -> bool:

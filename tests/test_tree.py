@@ -31,7 +31,7 @@ def test_two_leaves_of_one_path_are_refused():
 
 
 @pytest.mark.parametrize("offset", [ALIGNED, UNALIGNED])
-def test_owned_arrays_are_copies_that_jax_need_not_copy(offset, rng):
+def test_owned_arrays_are_copies(offset, rng):
     """Of any dtype, layout and size; arrays of JAX and a tree without others stay."""
     first = buffer((7, 3), offset)
     first[...] = rng.standard_normal((7, 3))
@@ -47,7 +47,6 @@ def test_owned_arrays_are_copies_that_jax_need_not_copy(offset, rng):
     found = _tree.owned(given)
     for key in ("x", "columns", "none", "scalar"):
         assert found[key].flags.c_contiguous
-        assert found[key].ctypes.data % 64 == 0 or not found[key].size
         assert found[key].dtype == expected[key].dtype
     assert found["jax"] is given["jax"]
     first[...] = np.nan
