@@ -141,25 +141,6 @@ class StepFolder(Closing):
         _undisturbed(self._manager.reload)  # Another process may have written.
         return sorted(int(step) for step in self._manager.all_steps())
 
-    def chosen(self, call: str, step: int | None) -> int:
-        """Returns a step that was saved; the last one for None.
-
-        Raises:
-          ValueError: There is no such one.
-        """
-        return chosen(call, self.steps(), step)
-
-    def check_next(self, call: str, step: int) -> None:
-        """Refuses a step that does not come after those that were saved.
-
-        Raises:
-          TypeError: It is no integer.
-          ValueError: It is below 0, or not above the last one that was saved.
-        """
-        check_at_least(call, step, 0)
-        # The last step is the one to go on from, and must not be another run's.
-        check_after(call, self.steps(), step)
-
     def write(self, step: int, arrays: Arrays, description: Any) -> None:
         """Writes arrays and description; returns when both are on disk."""
         saved = self._orbax.args
@@ -278,8 +259,11 @@ def check_after(call: str, steps: Sequence[int], step: int) -> None:
     """Checks that a step comes after those that were saved.
 
     Raises:
-      ValueError: It does not.
+      TypeError: It is no integer.
+      ValueError: It is below 0, or not above the last one that was saved.
     """
+    check_at_least(call, step, 0)
+    # The last step is the one to go on from, and must not be another run's.
     if steps and step <= steps[-1]:
         rule = f"must come after the last step that was saved, {steps[-1]}"
         remedy = "Continue from there, or use another folder."

@@ -19,9 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._checkpoint import (
     Checkpoints,
     StepFolder,
+    check_after,
     check_folder,
     check_keep,
     check_same,
+    chosen,
     struct_of,
 )
 from jdist._errors import value_error
@@ -80,7 +82,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
           TypeError: It is no training state, but parameters, for example.
         """
         check_state("save(state)", state, TrainState, "step")
-        self._folder.check_next("save(state)", int(state.step))
+        check_after("save(state)", self.steps(), int(state.step))
         leaves = _leaves(state)
         saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
         # Waits for the disk: the next step donates the buffers that are being read.
@@ -112,7 +114,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
             saved of another number of replicas.
         """
         check_state("restore(like=...)", like, TrainState, "step")
-        step = self._folder.chosen("restore", step)
+        step = chosen("restore", self.steps(), step)
         description = self._folder.description(step)
         if not hook_state:
             description = _by_item(description)["arrays"]
