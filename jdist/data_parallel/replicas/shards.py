@@ -171,20 +171,15 @@ def _check_sizes(
     if sizes is None:
         share, extra = divmod(count, replicas)
         return tuple(share + (rank < extra) for rank in range(replicas))
-    rule = f"must be {replicas} integers, one for each replica"
+    rule = f"must be integers of at least 0, one for each of the {replicas} replicas, "
+    rule += f"that add up to the batch's {count} examples"
     if isinstance(sizes, np.ndarray):
         sizes = sizes.tolist()
     check_sequence(argument, sizes, Integral, rule)
-    sizes = tuple(map(int, sizes))
-    if len(sizes) != replicas:
-        rule = f"must have one size for each of the {replicas} replicas"
-        raise value_error(argument, rule, f"{len(sizes)} sizes, {sizes}")
-    if min(sizes) < 0:
-        raise value_error(argument, "must be at least 0 each", sizes)
-    if sum(sizes) != count:
-        got = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
-        raise value_error(argument, f"must add up to the batch's {count} examples", got)
-    return sizes
+    found = tuple(map(int, sizes))
+    if len(found) != replicas or min(found) < 0 or sum(found) != count:
+        raise value_error(argument, rule, found)
+    return found
 
 
 def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> int:

@@ -123,9 +123,9 @@ def test_keys_and_integers_may_stand_in_a_batch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sizes": (5, 2)}, r"must add up to the batch's 8 examples. Got 5 \+ 2 = 7"),
-        ({"sizes": (9, -1)}, r"must be at least 0 each. Got \(9, -1\)"),
-        ({"sizes": (8,)}, r"one size for each of the 2 replicas. Got 1 sizes, \(8,\)"),
+        ({"sizes": (5, 2)}, r"add up to the batch's 8 examples. Got \(5, 2\)"),
+        ({"sizes": (9, -1)}, r"must be integers of at least 0, .* Got \(9, -1\)"),
+        ({"sizes": (8,)}, r"one for each of the 2 replicas, .* Got \(8,\)"),
         (
             {"weights": np.full(8, -0.5)},
             "finite and at least 0. Got -0.5 for example 0",
@@ -157,7 +157,7 @@ def test_meshes_are_checked(mesh):
 
 
 def test_sizes_must_be_whole_numbers():
-    expected = r"sizes=.*must be 2 integers, one for each replica\. Got \(1\.5, 2\.5\)"
+    expected = r"sizes=.*must be integers .* the 2 replicas.* Got \(1\.5, 2\.5\)"
     with pytest.raises(TypeError, match=expected):
         shard_batch(np.arange(4), replicas=2, sizes=(1.5, 2.5))
 
