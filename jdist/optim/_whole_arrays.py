@@ -60,10 +60,8 @@ def check_leaf(
     if dimensions is not None and jnp.ndim(param) != dimensions:
         rule = f"must have parameters of {dimensions} dimensions only"
         got = f"{described(param)} at {path_of(keys)}"
-        remedy = (
-            "Step the others with another optimizer: `by_label({...}, labels)`. A "
-            "stack of matrices is stepped by `jax.vmap` of `init` and `step`."
-        )
+        remedy = "Step others with another optimizer: `by_label({...}, labels)`; a "
+        remedy += "stack of matrices by `jax.vmap` of `init` and `step`."
         raise value_error(argument, rule, got, remedy)
     if elementwise:
         return
@@ -75,14 +73,11 @@ def check_leaf(
     axes = _axes_of_shards(param)
     if axes:
         rule = "must have whole parameters, as a step of each shard would be another"
-        got = (
-            f"an array at {path_of(keys)} inside shard_map or pmap that may be a shard "
-            f"over {', '.join(map(repr, axes))}"
-        )
+        got = f"an array at {path_of(keys)} inside shard_map or pmap that may be a "
+        got += f"shard over {', '.join(map(repr, axes))}"
         remedy = (
-            "Step outside of it, under jit, where arrays are whole however they are "
-            "sharded. If each device has the whole parameter, give it by "
-            "`in_specs=PartitionSpec()` with `check_vma=True`, or step with "
+            "Step outside of it, under jit. If each device has the whole parameter, "
+            "give it by `in_specs=PartitionSpec()` with `check_vma=True`, or step with "
             "`data_parallel.averaged(opt, axis_name)`."
         )
         raise value_error(argument, rule, got, remedy)

@@ -41,11 +41,7 @@ def check_mesh(call: str, placement: Placement) -> bool:
         if types[name] == AxisType.Explicit and not KEEPS_EXPLICIT_SHARDS:
             rule = f"must have axes of type Auto beside {axis!r} before JAX 0.12"
             got = f"the explicit axis {name!r} and JAX {jax.__version__}"
-            remedy = (
-                "This JAX would gather the parameters that are divided over it. Make "
-                "the mesh by `jax.make_mesh(shape, names, axis_types=(jax.sharding."
-                "AxisType.Auto,) * len(names))`, or install `jax>=0.12`."
-            )
+            remedy = "This JAX would gather the parameters that are divided over it."
             raise value_error(f"{call}(mesh=...)", rule, got, remedy)
     return bool(further)
 

@@ -311,7 +311,7 @@ def test_an_explicit_axis_gathers_nothing(problem):
 def test_explicit_axes_that_would_be_gathered_are_refused(make):
     message = (
         r"\(mesh=...\)` must have axes of type Auto beside 'data' before JAX 0.12. Got "
-        r"the explicit axis 'model' and JAX [\d.]+. This JAX would gather.*jax>=0.12"
+        r"the explicit axis 'model' and JAX [\d.]+. This JAX would gather"
     )
     with pytest.raises(ValueError, match=message):
         make(grid(AxisType.Explicit))
