@@ -42,17 +42,17 @@ def over_replicas(
         manual = axis if placement.further_axes() else None
         mesh = placement.mesh
         return map_shards(on_replica, mesh, in_specs, tuple(out_specs), manual)
-    if count == 1:
-        return _alone(on_replica, axis, out_specs)
-    takes = tuple(None if spec == EACH else 0 for spec in in_specs)
+    # One replica's arrays get no dimension for it: XLA on CPU is slow at batched matrix
+    # products, also with a batch of one.
+    each = tuple(None if count == 1 or spec == EACH else 0 for spec in in_specs)
     # Rows in all results: `vmap` does not know that values computed from a hook's state
     # are the same on all replicas.
-    mapped = jax.vmap(on_replica, in_axes=takes, axis_name=axis)
+    mapped = jax.vmap(on_replica, in_axes=each, axis_name=axis, axis_size=count)
 
     def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
         given = (
             tree if kind is None else in_parts(tree, count)
-            for kind, tree in zip(takes, arguments, strict=True)
+            for kind, tree in zip(each, arguments, strict=True)
         )
         return _brought_together(mapped(*given), out_specs)
 
@@ -107,21 +107,6 @@ def in_parts(tree: PyTree, count: int) -> PyTree:
 def own_row(tree: PyTree) -> PyTree:
     """Inverse of `as_row`: drops the leading axis of a replica's row."""
     return jax.tree.map(lambda x: x[0], tree)
-
-
-def _alone(
-    on_replica: Callable[..., PyTree], axis: str, out_specs: Sequence[PartitionSpec]
-) -> Callable[..., PyTree]:
-    """One replica: the axis has a name, but no array gets another dimension for it."""
-
-    def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
-        # The arguments are closed over, not mapped: XLA on CPU is slow at batched
-        # matrix products, also with a batch of one. `vmap` still batches values that
-        # depend on the replica's index, hence rows in all results.
-        mapped = jax.vmap(lambda _: on_replica(*arguments), axis_name=axis, axis_size=1)
-        return _brought_together(mapped(jnp.zeros(1)), out_specs)
-
-    return on_one_device
 
 
 def _brought_together(
