@@ -150,7 +150,10 @@ class ReplicaWork:
     device: jax.Device | None
     folder: Path | None
     losses: dict[int, jax.Array] = field(default_factory=dict)
-    _writer: ThreadPoolExecutor | None = None
+    # One thread, so that checkpoints are written in the order of their steps.
+    _writer: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "checkpoint")
+    )
 
     def restore(self) -> tuple[int, TrainState]:
         """The last checkpoint, or the first state, and its number of steps."""
@@ -191,9 +194,6 @@ class ReplicaWork:
 
     def save(self, step: int, state: TrainState) -> Future[None]:
         """Begins to write a checkpoint; the future is done when it is complete."""
-        if self._writer is None:
-            # One thread, so that checkpoints are written in the order of their steps.
-            self._writer = ThreadPoolExecutor(1, "checkpoint")
         return self._writer.submit(self.write, step, state)
 
     def write(self, step: int, state: TrainState) -> None:
@@ -211,8 +211,7 @@ class ReplicaWork:
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written."""
-        if self._writer is not None:
-            self._writer.shutdown()
+        self._writer.shutdown()
 
     @property
     def sum_structure(self) -> Any:
