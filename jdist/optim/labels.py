@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jdist._errors import check_type, type_error, value_error
-from jdist._tree import PyTree
+from jdist._tree import PyTree, merge
 from jdist.optim._hyperparameters import Hyperparameter
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
@@ -81,22 +81,15 @@ def by_label(
             got = str(jax.tree.structure(state))
             raise value_error("by_label.step(state=...)", rule, got)
         own = _by_optimizer(optimizers, overrides)
-        structure: Any
-        leaves, structure = jax.tree.flatten(params)
+        moved = jax.tree.map(lambda _: None, params)
         states = {}
         for label, opt in optimizers.items():
             part, own_grads = (_only(label, found, params, x) for x in (params, grads))
             part, states[label] = opt.step_tree(
                 part, own_grads, state[label], own[label], **form
             )
-            # `part` has None for other labels, so its leaves are those of this label in
-            # order.
-            moved = iter(jax.tree.leaves(part))
-            leaves = [
-                next(moved) if mine == label else leaf
-                for mine, leaf in zip(found, leaves, strict=True)
-            ]
-        return structure.unflatten(leaves), states
+            moved = merge(moved, part)
+        return moved, states
 
     elementwise = all(opt.elementwise for opt in optimizers.values())
     known = _union(optimizers)
