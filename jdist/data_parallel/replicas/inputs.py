@@ -170,30 +170,23 @@ def prepared(
 
 
 def _moved(tree: PyTree, place: Any, argument: str) -> PyTree:
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree)
-    if any(map(is_shape, leaves)):
-        # Its devices may be absent: a program is lowered for them, and none is run.
-        return structure.unflatten(_shape_at(leaf, place) for leaf in leaves)
-    if not any(_is_elsewhere(leaf, place) for leaf in leaves):
-        return tree
-    if not place.is_fully_addressable:  # `device_put` would need all processes.
-        rule = "must be arrays over the devices of all processes, or of none"
-        remedy = "Use `shard_batch` for batches and `replicate` for parameters."
-        raise value_error(argument, rule, "arrays of this one", remedy)
-    return structure.unflatten(
-        jax.device_put(leaf, place) if _is_elsewhere(leaf, place) else leaf
-        for leaf in leaves
-    )
+    # With shapes, the devices may be absent: no program is run, but one is lowered.
+    is_lowered = any(map(is_shape, jax.tree.leaves(tree)))
 
+    def moved(leaf: Any) -> Any:
+        if is_shape(leaf):
+            kept = leaf.sharding
+            stays = kept is not None and kept.device_set == place.device_set
+            return leaf if stays else leaf.update(sharding=place)
+        if is_lowered or not _is_elsewhere(leaf, place):
+            return leaf
+        if not place.is_fully_addressable:  # `device_put` would need all processes.
+            rule = "must be arrays over the devices of all processes, or of none"
+            remedy = "Use `shard_batch` for batches and `replicate` for parameters."
+            raise value_error(argument, rule, "arrays of this one", remedy)
+        return jax.device_put(leaf, place)
 
-def _shape_at(leaf: Any, place: Any) -> Any:
-    if not is_shape(leaf):
-        return leaf
-    kept = leaf.sharding
-    if kept is not None and kept.device_set == place.device_set:
-        return leaf
-    return leaf.update(sharding=place)
+    return jax.tree.map(moved, tree)
 
 
 def _home(tree: PyTree) -> PyTree:
