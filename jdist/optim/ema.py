@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import value_error
-from jdist._tree import PyTree, is_none, type_name
+from jdist._tree import PyTree, is_none, map_some, type_name
 from jdist.optim._hyperparameters import (
     UP_TO_1,
     Hyperparameter,
@@ -126,9 +126,7 @@ def with_ema(optimizer: Optimizer, decay: Number = 0.999) -> Optimizer:
         check_overrides("with_ema.step", own, mine)
         moved, inner = optimizer.step_tree(params, grads, state.inner, rest, **form)
 
-        def averaged(old: jax.Array | None, param: Any, new: Any) -> jax.Array | None:
-            if old is None:
-                return None
+        def averaged(old: jax.Array, param: Any, new: Any) -> jax.Array:
             new = jnp.add(param, new) if form.get("updates") else jnp.asarray(new)
             wide, real = new.astype(old.dtype), jnp.finfo(old.dtype).dtype
             h = resolved("with_ema.step", own, mine, state.n_averaged, real)
@@ -136,7 +134,7 @@ def with_ema(optimizer: Optimizer, decay: Number = 0.999) -> Optimizer:
             first = state.n_averaged == 0
             return jnp.where(first, wide, average(old, wide, h.decay))
 
-        means = jax.tree.map(averaged, state.average, params, moved, is_leaf=is_none)
+        means = map_some(averaged, state.average, params, moved)
         return moved, EMAState(state.n_averaged + 1, means, inner)
 
     factor = optimizer.loss_factor

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._fit import Metrics
-from jdist._tree import PyTree, is_none, wide_dtype
+from jdist._tree import PyTree, map_some, wide_dtype
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.loss import Loss
@@ -66,18 +66,17 @@ class ReplicaStep:
         axis = self.communication.axis
         # Shares serve as well: only their proportions matter.
         states = synchronized(states, jnp.sum(weights), axis, self.rule)
-        like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
+        # Arrays with the dtypes of the finished gradient.
+        like = map_some(
+            lambda _, p: p.astype(wide_dtype(p.dtype)) if self.wide else p,
+            part.gradient,
+            state.params,
+        )
         kept = own_row(hook_state)
         # Only the part of `ready` for the partial: states and aux are not in buckets.
         loss, grads, kept = self.communication(part, ready[0], like, kept or ())
         row = as_row(kept) if self.communication.stateful else None
         return loss, grads, states, row, aux
-
-    def _like(self, gradient: PyTree, param: PyTree) -> PyTree:
-        """An array with the dtype of the finished gradient."""
-        if gradient is None:
-            return None
-        return param.astype(wide_dtype(param.dtype)) if self.wide else param
 
     def start(
         self, state: TrainState, batch: PyTree, weights: jax.Array | None

@@ -35,7 +35,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import laid_out
 from jdist._errors import check_type, value_error
-from jdist._tree import PyTree, is_inexact, is_none, named_leaves, path_of
+from jdist._tree import PyTree, is_inexact, map_some, named_leaves, path_of
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.placement import Placement
 from jdist.optim import Optimizer
@@ -257,12 +257,7 @@ class _StateLayout:
 
     def parts(self, tree: PyTree, each: PyTree) -> PyTree:
         """Pads and divides parameters, or gradients, which may be None."""
-        return jax.tree.map(
-            lambda leaf, spec: None if leaf is None else self.part(leaf, spec),
-            tree,
-            each,
-            is_leaf=is_none,
-        )
+        return map_some(self.part, tree, each)
 
     def part(self, leaf: Any, spec: PartitionSpec) -> PyTree:
         """Pads and divides a parameter or gradient, but no scalar or integer."""
