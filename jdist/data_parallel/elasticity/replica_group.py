@@ -444,7 +444,7 @@ def _follow(
     """Reports and carries out directives, until the run is over."""
     structure = work.sum_structure
     report, sums = ReplicaReport(), list[list[jax.Array]]()
-    begin_by = time.monotonic() + terms.join_timeout
+    begin_by, pause = time.monotonic() + terms.join_timeout, threading.Event()
     while not follower.over:
         message = (name, agreed, tuple(report), sums)
         try:
@@ -465,7 +465,7 @@ def _follow(
                     f"{terms.join_timeout:g} s. Call `run` there as well, or give a "
                     "longer `Elastic.run(join_timeout=...)`."
                 )
-            time.sleep(_PAUSE)
+            pause.wait(_PAUSE)
             continue
         row, totals = answer
         given = {step: structure.unflatten(leaves) for step, leaves in totals.items()}
