@@ -567,8 +567,8 @@ def _laid_out(state: PyTree, param: jax.Array) -> PyTree:
         # replicate them without a hint. Outside they have its layout already.
         if not (traced or gone):
             return array
-        # Of the sum only the layout is read. A slice would do, but for an explicit axis, along
-        # which JAX takes none.
+        # Of the sum only the layout is read. A slice would do, but for an explicit
+        # axis, along which JAX takes none.
         like = param.sum(gone, keepdims=True) if gone else param
         return alike(array, like) if traced else jax.device_put(array, like.sharding)
 
