@@ -18,7 +18,7 @@ from benchmarks._ddp_jdist import losses
 from benchmarks._ddp_models import MODELS, RATE, Model
 from benchmarks._pair import Job, Spent, timed
 from jdist import data_parallel, optim, rpc
-from jdist.data_parallel.elasticity.replica_work import ReplicaWork
+from jdist.data_parallel.elasticity.follower import Follower
 
 # In the first steps of a run replicas join, and one fetches the state.
 SKIPPED = 2
@@ -186,17 +186,20 @@ def replica(
     Returns:
       The shares that it read, and the seconds that it took to fetch another's state.
     """
-    fetch, took = ReplicaWork.fetch, [0.0]
+    make, took = Follower.__init__, [0.0]
 
-    def timed_fetch(self: ReplicaWork, replica: int) -> Any:
-        began = time.monotonic()
-        try:
-            return fetch(self, replica)
-        finally:
-            took[0] = time.monotonic() - began
+    def make_timed(self: Follower, work: Any, fetch: Callable[[int], Any]) -> None:
+        def timed_fetch(replica: int) -> Any:
+            began = time.monotonic()
+            try:
+                return fetch(replica)
+            finally:
+                took[0] = time.monotonic() - began
+
+        make(self, work, timed_fetch)
 
     # Patched, because a run does not report how long the transfer of a state took.
-    ReplicaWork.fetch = timed_fetch  # type: ignore[method-assign]
+    Follower.__init__ = make_timed  # type: ignore[method-assign]
     rpc.init_rpc(
         f"worker{place.number}",
         rank=place.rank,
