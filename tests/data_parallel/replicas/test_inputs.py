@@ -189,7 +189,7 @@ def ready(mesh, given):
 @MESHES
 def test_they_are_looked_at_once(ready, monkeypatch):
     step, state, shards, weights = ready
-    for check in ("prepared", "brought", "_rows_in"):
+    for check in ("prepared", "brought", "rows_in"):
         monkeypatch.delattr(train_step, check)
     state, _ = step(state, shards, weights)
     step(state, shards, weights)
