@@ -8,7 +8,7 @@ cannot be told apart, and are judged together.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -81,26 +81,17 @@ class Aligned:
         found: np.ndarray = self.label[start : start + self.examples]
         return found
 
-    def seen_at(self, place: int, *, backward: bool = False) -> np.ndarray:
-        """Whether a row of the candidate is that of each example at a passage."""
-        passed = self.backward if backward else self.forward
-        start = self.places.index(place) * self.examples
-        found: np.ndarray = passed.seen[start : start + self.examples]
-        return found
+    @property
+    def shown(self) -> Passed:
+        """The records whose values are compared: those of the backward pass alone,
+        where a worker has sent no others."""
+        return self.forward if len(self.forward.found) else self.backward
 
-    def with_cotangents(self, added: Sequence[tuple[int, np.ndarray]]) -> "Aligned":
-        """With cotangents of other processes: the class of each, and the row."""
-        if not added:
-            return self
-        own, new = self.backward, np.stack([row for _, row in added])
-        assert own.cotangents is not None
-        found = np.append(own.found, [label for label, _ in added])
-        values = np.concatenate([own.values, new])  # Only cotangents are looked at.
-        cotangents = np.concatenate([own.cotangents, new])
-        return replace(
-            self,
-            backward=replace(own, values=values, cotangents=cotangents, found=found),
-        )
+    def seen_at(self, place: int) -> np.ndarray:
+        """Whether a row of the candidate is that of each example at a passage."""
+        start = self.places.index(place) * self.examples
+        found: np.ndarray = self.shown.seen[start : start + self.examples]
+        return found
 
     def members(self, label: int) -> list[tuple[int, int]]:
         """The place and the example of each row of a class."""

@@ -24,7 +24,11 @@ from jdist.verify.oracle import LossFn
 from jdist.verify.processes.one_device import brought, on_one_device
 from jdist.verify.processes.peers import TIMEOUT, Peers, joined
 from jdist.verify.report import Report
-from jdist.verify.tracing.recording import TapRecord, TapRecording
+from jdist.verify.tracing.recording import (
+    TapRecord,
+    TapRecording,
+    of_all_processes,
+)
 from jdist.verify.tracing.reference import TracedReference, traced
 from jdist.verify.tracing.report import TOLD, Difference, Trace, counts_told, ranges
 from jdist.verify.tracing.search import Findings, search
@@ -162,7 +166,8 @@ def trace_judge(
         with joined(TIMEOUT) as peers, on_one_device(given):
             report = reference.judge({NAME: _recorded(candidate, first, peers)}, peers)
             (recording, result), *_ = first
-            findings = _searched(own, recording.records, w > 0, reference, peers)
+            records = of_all_processes(recording.records, peers)
+            findings = _searched(own, records, w > 0, reference)
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
@@ -170,8 +175,7 @@ def trace_judge(
             if difference is not None and summed and peers.size == 1:
                 wrong, terms = (report, difference, result[1]), (loss_fn, params, batch)
                 findings.notes += _uses(*wrong, findings, terms, each)
-            told = peers.exchange(findings.notes)
-        notes = list(dict.fromkeys(note for theirs in told for note in theirs))
+        notes = list(dict.fromkeys(findings.notes))
         if examples and all(passage.layout.axis is None for passage in own.passages):
             notes.append(WHOLES)
         if difference is not None and report.ok:
@@ -186,13 +190,12 @@ def _searched(
     records: Sequence[TapRecord],
     counted: np.ndarray,
     reference: Reference,
-    peers: Peers,
 ) -> Findings:
     """The findings, where a tap differs without what rounding decides."""
-    findings = search(own.passages, records, counted, peers)
+    findings = search(own.passages, records, counted)
     if findings.difference and reference.undecided():
         passages = own.undecided()
-        findings = search(passages, records, counted, peers)
+        findings = search(passages, records, counted)
         each = (x.undecided["forward"] for x in passages if x.layout.axis is not None)
         free = tuple(sorted(next(filter(None, each), ())))
         if free:

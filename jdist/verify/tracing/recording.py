@@ -5,18 +5,20 @@ themselves; their `records` are plain data that can be sent by any means, and `r
 adds them to the active recordings of the process that receives them.
 """
 
+import base64
 import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jdist._errors import listed, requirement
+from jdist.verify.processes.peers import Peers
 
 under_way = jax.make_user_context(False)
 """Whether a recording is under way: for all threads, and part of JAX's cache keys.
@@ -188,10 +190,53 @@ def replay(records: Iterable[Sequence[object]]) -> None:
             rule = f"must be records: {', '.join(TapRecord._fields)}"
             got = f"a sequence of {len(each)}"
             raise ValueError(requirement("replay(records=...)", rule, got))
-        record = TapRecord(*each)
-        mesh = tuple(MeshAxis(*axis) for axis in record.mesh)
-        made.append(record._replace(mesh=mesh, place=tuple(record.place)))
+        made.append(_restored(TapRecord(*each)))
     _add(made)
+
+
+def _restored(record: TapRecord) -> TapRecord:
+    """A record with tuples that may have come as lists."""
+    mesh = tuple(MeshAxis(*axis) for axis in record.mesh)
+    return record._replace(mesh=mesh, place=tuple(record.place))
+
+
+def of_all_processes(records: Sequence[TapRecord], peers: Peers) -> list[TapRecord]:
+    """The records of all processes, the same on each of them; by tap, then by rank."""
+    if peers.size == 1:
+        return list(records)
+    names = {record.name for record in records}
+    # A message for each tap: those of a large model are too much for one.
+    return [
+        _unpacked(number, *each)
+        for name in sorted(set().union(*peers.exchange(sorted(names))))
+        for number, each in enumerate(
+            itertools.chain(*peers.exchange([
+                _packed(r) for r in in_program_order(records) if r.name == name
+            ]))
+        )
+    ]  # fmt: skip
+
+
+def _packed(record: TapRecord) -> list[Any]:
+    """A record as JSON can hold it."""
+    arrays = [
+        [x.dtype.name, x.shape, base64.b64encode(x.tobytes()).decode()]
+        for x in (record.value, record.cotangent)
+        if x is not None
+    ]
+    return [record.name, record.axes, record.mesh, record.place, *arrays]
+
+
+def _unpacked(
+    number: int, name: str, axes: int, mesh: Any, place: Any, *packed: Any
+) -> TapRecord:
+    """The record that was packed, with its number among those of its tap."""
+    value, *cotangent = [
+        np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+        for dtype, shape, text in packed
+    ]
+    own = cotangent[0] if cotangent else None
+    return _restored(TapRecord(name, axes, value, own, mesh, place, number))
 
 
 def _add(records: list[TapRecord]) -> None:

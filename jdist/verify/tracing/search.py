@@ -9,19 +9,17 @@ of an example that is seen gives its factor, which it has to keep at the taps be
 Copies of a row count once, and parts of a row on several shards are added up.
 """
 
-import base64
-import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdist.verify.explanations.diagnosis import likeness
-from jdist.verify.processes.peers import TIMEOUT, Peers
 from jdist.verify.tracing.alignment import NONE, Aligned, align, units, within
 from jdist.verify.tracing.layout import Layout, finite_part
 from jdist.verify.tracing.mesh_parts import ValuePart, declared, divisions, part_of
@@ -72,7 +70,6 @@ def search(
     passages: Sequence[Passage],
     records: Sequence[TapRecord],
     counted: np.ndarray,
-    peers: Peers | None = None,
 ) -> Findings:
     """Looks for the first difference.
 
@@ -80,21 +77,18 @@ def search(
       passages: The reference's passages, in order.
       records: The candidate's records.
       counted: Which examples have a weight.
-      peers: The processes that search together, each in the records of its own; all
-        find the same difference. None for this one alone.
     """
-    peers = peers or Peers(TIMEOUT)
     findings = Findings()
     aligned = _aligned(passages, records, findings.notes)
-    if not any(peers.exchange(bool(records))):
+    if not records:
         findings.notes.insert(0, UNCOMPARED)
         findings.notes.append(
             "the candidate has reached no tap: it is compiled ahead of time, or runs "
             "in another process. See `verify.TapRecording` and `verify.replay`"
         )
-    elif not any(peers.exchange(bool(aligned.forward))):
+    elif not aligned.forward:
         findings.notes.insert(0, UNCOMPARED)
-    findings.difference = _forward(passages, aligned.forward, counted, findings, peers)
+    findings.difference = _forward(passages, aligned.forward, counted, findings)
     if findings.difference is not None:
         return findings
     # Copies of a cotangent are the whole each, or terms of a sum: which, all taps
@@ -102,8 +96,9 @@ def search(
     tried: list[tuple[int, float, Findings]] = []
     for summed in (False, True):
         own = deepcopy(findings)
-        backward = _Backward(passages, aligned.backward, counted, own, peers, summed)
-        own.difference = backward.first()
+        own.difference = _Backward(
+            passages, aligned.backward, counted, own, summed
+        ).first()
         if own.difference is None:
             return own
         tried.append((len(own.right), -own.difference.ratio, own))
@@ -252,7 +247,6 @@ def _forward(
     aligned: Places,
     counted: np.ndarray,
     findings: Findings,
-    peers: Peers,
 ) -> Difference | None:
     # At the first tap those of any other one.
     orders = max((_orders(x, p) for p, x in aligned.items()), key=_known, default=[])
@@ -261,29 +255,15 @@ def _forward(
         whole = passage.layout.axis is None
         every = np.ones(len(passage.forward.values), bool) if whole else counted.copy()
         every[list(passage.undecided.get("forward", ()))] = False
-        if not every.any():
+        if not owns or not every.any():
             continue
-        present: dict[str, set[int]] = {}
-        shown: dict[str, set[str]] = {}
-        sure = True
-        for told in peers.exchange([_told(own, place, orders) for own in owns]):
-            for part, examples, digests, ordered in told:
-                sure &= ordered
-                present.setdefault(part, set()).update(examples)
-                shown.setdefault(part, set()).update(digests)
-        if not present:
-            continue
-        missing = {
-            part: [e for e in np.flatnonzero(every).tolist() if e not in seen]
-            for part, seen in present.items()
-        }
-        wrong = [part for part, examples in missing.items() if examples]
-        passes = sum(
-            len(p.forward.values)
-            for p in passages
-            if p.name == passage.name and p.layout == passage.layout
-        )
-        if wrong and whole and any(len(shown[part]) > passes for part in wrong):
+        told = [(own, *_missing(own, place, every, orders)) for own in owns]
+        wrong = [(own, missing) for own, missing, _ in told if missing]
+        if (
+            wrong
+            and whole
+            and any(_of_parts(passages, passage, own) for own, _ in wrong)
+        ):
             findings.of_parts.add(place)
             findings.notes.append(
                 f"{passage.label} was not compared: it has no axis of examples, and "
@@ -292,14 +272,11 @@ def _forward(
             continue
         if wrong:
             differences = {
-                str(own.part): _wrong_values(
-                    passages, place, own, missing[str(own.part)], orders
-                )
-                for own in owns
-                if missing[str(own.part)]
+                str(own.part): _wrong_values(passages, place, own, missing, orders)
+                for own, missing in wrong
             }
-            return _joined(differences, len(present), peers)
-        if sure:
+            return _joined(differences, len(owns))
+        if all(known for *_, known in told):
             findings.right.append(f"forward {passage.label}")
         else:
             words = "examples have it in common, and no other tap tells whose it is"
@@ -309,24 +286,28 @@ def _forward(
     return None
 
 
-def _told(
-    own: Aligned, place: int, orders: Orders
-) -> tuple[str, list[int], list[str], bool]:
-    """The examples of which a part has been seen, and digests of values of the batch.
+def _missing(
+    own: Aligned, place: int, every: np.ndarray, orders: Orders
+) -> tuple[list[int], bool]:
+    """The examples of which a part is wrong, and whether it is known whose rows are."""
+    # Not by its class: an example's own value has to be there.
+    seen = own.seen_at(place).copy()
+    wrong, known = _in_order(own, place, orders)
+    seen[list(wrong)] = False
+    return np.flatnonzero(every & ~seen).tolist(), known
+
+
+def _of_parts(passages: Sequence[Passage], passage: Passage, own: Aligned) -> bool:
+    """Whether a value without examples is computed of parts of the batch.
 
     What does not depend on the batch, such as a parameter, is the same in all calls.
-    And whether it is known whose the rows are.
     """
-    # Records of another process may be of its backward pass alone.
-    backward = not len(own.forward.found)
-    passed = own.backward if backward else own.forward
-    whole = own.passage_at(place).layout.axis is None
-    digests = set(map(_digest, passed.values)) if whole else set()
-    # Not by its class: an example's own value has to be there.
-    seen = own.seen_at(place, backward=backward)
-    wrong, known = _in_order(own, place, orders)
-    seen = seen & ~np.isin(np.arange(len(seen)), list(wrong))
-    return str(own.part), np.flatnonzero(seen).tolist(), sorted(digests), known
+    passes = sum(
+        len(p.forward.values)
+        for p in passages
+        if p.name == passage.name and p.layout == passage.layout
+    )
+    return len({row.tobytes() for row in own.shown.values}) > passes
 
 
 def _in_order(own: Aligned, place: int, orders: Orders) -> tuple[dict[int, int], bool]:
@@ -381,30 +362,19 @@ def _matched(
                 yield call[call != NONE], each[number][call != NONE]
 
 
-def _digest(row: np.ndarray) -> str:
-    return hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest()
-
-
-def _joined(
-    differences: Mapping[str, Difference], parts: int, peers: Peers
-) -> Difference | None:
-    """One difference of those of several parts and processes: the worst one's words."""
-    told = [
-        (part, Difference(**{**each, "examples": tuple(each["examples"])}))
-        for own in peers.exchange([(p, asdict(d)) for p, d in differences.items()])
-        for part, each in own
-    ]
-    if not told:
-        return None
-    # A process that has no such value at all cannot describe it.
-    part, worst = max(told, key=lambda x: (x[1].words != ABSENT, x[1].ratio))
-    examples = tuple(sorted({e for _, each in told for e in each.examples}))
+def _joined(differences: Mapping[str, Difference], parts: int) -> Difference:
+    """One difference of those of several parts: the worst one's words."""
+    # A part without any such value cannot describe it.
+    part, worst = max(
+        differences.items(), key=lambda x: (x[1].words != ABSENT, x[1].ratio)
+    )
+    examples = {e for each in differences.values() for e in each.examples}
     words = worst.words
     if part:
-        more = len({part for part, _ in told}) - 1
+        more = len(differences) - 1
         others = f" and {more} more" if more else ""
         words = f"on {part}{others} of {parts} parts: {words}"
-    return replace(worst, examples=examples, words=words)
+    return replace(worst, examples=tuple(sorted(examples)), words=words)
 
 
 def _orders(owns: Sequence[Aligned], place: int) -> Orders:
@@ -524,31 +494,27 @@ class _Backward:
       slack: The relative error of each example's factor.
       whole: The factor of values without examples, until examples have one.
       origin: The place where each factor was taken.
-      elsewhere: The parts and classes at this place of which some process has rows.
     """
 
     passages: Sequence[Passage]
     aligned: Places
     counted: np.ndarray
     findings: Findings
-    peers: Peers
     summed: bool
     slack: dict[int, float] = field(default_factory=dict)
     whole: dict[int, complex] = field(default_factory=dict)
     origin: dict[int, int] = field(default_factory=dict)
-    elsewhere: set[tuple[str, int]] = field(default_factory=set)
 
     def first(self) -> Difference | None:
         each = [own for owns in self.aligned.values() for own in owns]
-        if not any(self.peers.exchange(any(len(a.backward.found) for a in each))):
+        if not any(len(own.backward.found) for own in each):
             return None
         for place in reversed(range(len(self.passages))):
             passage = self.passages[place]
-            if passage.backward is None or place in self.findings.of_parts:
+            owns = self.aligned.get(place, ())
+            compared = passage.backward is not None and owns
+            if not compared or place in self.findings.of_parts:
                 continue
-            if not any(self.peers.exchange(place in self.aligned)):
-                continue
-            owns = self._parts(place)
             strange = self._strange(place, owns)
             if strange:
                 label, far = passage.label, float("inf")
@@ -569,87 +535,35 @@ class _Backward:
         self._establish(place, owns)
         if starts and factors:
             self.findings.entered = passage.label
-            self.findings.groups = self._groups(place, owns)
+            self.findings.groups = _groups(owns, place)
         return self._first_wrong(place, owns)
-
-    def _parts(self, place: int) -> list[Aligned]:
-        """The parts of a value here, with the rows of them that other processes have.
-
-        Copies on several processes may have a term each of a sum.
-        """
-        owns = list(self.aligned.get(place, ()))
-        if self.peers.size == 1:
-            return owns
-        rows = {str(own.part): _distinct(own) for own in owns}
-        held: list[dict[tuple[str, int], dict[str, int]]] = [
-            {(part, label): counts for part, label, counts in own}
-            for own in self.peers.exchange([
-                [part, label, {digest: len(x) for digest, x in each.items()}]
-                for part, classes in rows.items()
-                for label, each in classes.items()
-            ])
-        ]  # fmt: skip
-        sent = [
-            [digest, base64.b64encode(x[0].tobytes()).decode()]
-            for part, classes in rows.items()
-            for label, each in classes.items()
-            for digest, x in each.items()
-            if any(digest not in own.get((part, label), {digest: 1}) for own in held)
-        ]
-        data = dict(itertools.chain(*self.peers.exchange(sent)))
-        self.elsewhere = set().union(*held)
-        others = [own for rank, own in enumerate(held) if rank != self.peers.rank]
-        return [
-            own.with_cotangents([
-                (label, row)
-                for label, each in rows[str(own.part)].items()
-                for there in others
-                for digest, count in there.get((str(own.part), label), {}).items()
-                for row in [
-                    each[digest][0] if digest in each else np.frombuffer(
-                        base64.b64decode(data[digest]), own.backward.values.dtype)
-                ] * count
-            ])
-            for own in owns
-        ]  # fmt: skip
 
     def _establish(self, place: int, owns: Sequence[Aligned]) -> None:
         """Takes factors from the first cotangents that are not zero."""
-        passage = self.passages[place]
-        whole = passage.layout.axis is None
+        whole = self.passages[place].layout.axis is None
         table = self._table(place)
-        proposals: dict[int, list[tuple[complex, float]]] = {}
-        own = [x for own in owns for x in self._proposed(place, own, table)]
-        for told in self.peers.exchange(own):
-            for keys, real, imaginary, width in told:
-                factor = complex(real, imaginary) if imaginary else real
+        proposals: dict[int, list[tuple[complex, float]]] = defaultdict(list)
+        for own in owns:
+            for label, members in self._classes(place, own):
+                found, each, widths, keys = self._flowing(own, label, members)
+                total = _total(each)
+                power = float(np.vdot(total, total).real)
+                if power == 0 or any(key in table for key in keys):
+                    continue
+                factor = complex(_fitted(total, found))
+                width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
                 for key in keys:
-                    proposals.setdefault(key, []).append((factor, width))
-        for key, each in proposals.items():
+                    real = factor if factor.imag else factor.real
+                    proposals[key].append((real, float(width)))
+        for key, proposed in proposals.items():
             # Parts of an example have one factor: 1 if that explains any of them.
             factor, width = next(
-                (x for x in each if abs(x[0] - 1) <= x[1]), each[0]
-            )  # fmt: skip
+                (x for x in proposed if abs(x[0] - 1) <= x[1]), proposed[0]
+            )
             (self.whole if whole else self.findings.factors)[key] = factor
             # The factor is fitted: its own error widens the bounds at earlier taps.
             self.slack[key] = width
             self.origin[key] = place
-
-    def _proposed(
-        self, place: int, own: Aligned, table: Mapping[int, complex]
-    ) -> list[tuple[list[int], float, float, float]]:
-        """The factor of each class without one: its examples, the factor, its error."""
-        proposed = []
-        for label, members in self._classes(place, own):
-            found, each, widths, keys = self._flowing(own, label, members)
-            total = _total(each)
-            power = float(np.vdot(total, total).real)
-            if power == 0 or any(key in table for key in keys):
-                continue
-            factor = complex(_fitted(total, found))
-            width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
-            proposed.append((keys, factor.real, factor.imag, float(width)))
-        return proposed
 
     def _classes(
         self, place: int, own: Aligned
@@ -666,32 +580,27 @@ class _Backward:
                 continue  # A trainer may weight its examples' gradients afterwards.
             if any(e in self._undecided(p) for p, e in members):
                 continue
-            here = label in own.backward.found
-            # Who has no row of an example leaves its judgement to those that have one.
-            if here or (str(own.part), label) not in self.elsewhere:
-                yield label, members
+            yield label, members
 
     def _first_wrong(self, place: int, owns: Sequence[Aligned]) -> Difference | None:
         """The difference at a place; or at a later tap, if that explains this one."""
         wrong = {own.part: self._wrong(place, own) for own in owns}
         differing = [own for own in owns if wrong[own.part]]
+        if not differing:
+            return None
         whole = self.passages[place].layout.axis is None
         keys = {WHOLE if whole else e for own in differing for e in wrong[own.part]}
         sources = {self.origin[key] for key in keys if key in self.origin}
         # Several losses have cotangents of their own: one that is right in absolute
         # terms is right, and the tap that the factor was taken from is not.
         right = not any(self._wrong(place, own, True) for own in differing)
-        told = self.peers.exchange([bool(differing), right, sorted(sources)])
-        if not any(differs for differs, _, _ in told):
-            return None
-        sources = {p for _, _, own in told for p in own}
-        absolute = bool(sources) and all(right for _, right, _ in told)
+        absolute = bool(sources) and right
         # A loss that was compared before the examples had a factor may not have theirs.
         heads = () if absolute else self._heads_behind(place, differing, wrong)
         for source in [max(sources)] if absolute else heads:
-            others = self._parts(source)
+            others = self.aligned.get(source, ())
             first = {own.part: self._wrong(source, own, absolute) for own in others}
-            if any(self.peers.exchange(any(first.values()))):
+            if any(first.values()):
                 place, owns, wrong = source, others, first
                 label = f"backward {self.passages[place].label}"
                 if label in self.findings.right:
@@ -702,10 +611,7 @@ class _Backward:
             for own in owns
             if wrong[own.part]
         }
-        parts = {
-            p for own in self.peers.exchange([str(o.part) for o in owns]) for p in own
-        }
-        return _joined(differences, len(parts), self.peers)
+        return _joined(differences, len(owns))
 
     def _heads_behind(
         self, place: int, differing: Sequence[Aligned], wrong: Mapping[Any, _Wrong]
@@ -719,12 +625,10 @@ class _Backward:
             )
             passage = own.passage_at(place)
             names |= _shares_of_heads(passage, rows, expected, found).keys()
-        told = set().union(*self.peers.exchange(sorted(names)))
         return [
             p
             for p in reversed(range(place + 1, len(self.passages)))
-            if self.passages[p].name in told
-            and any(self.peers.exchange(p in self.aligned))
+            if self.passages[p].name in names and p in self.aligned
         ]
 
     def _wrong(self, place: int, own: Aligned, absolute: bool = False) -> _Wrong:
@@ -749,22 +653,19 @@ class _Backward:
         # At the last tap alone: at earlier ones the cotangents themselves are compared.
         if passage.layout.axis is None or self.findings.factors:
             return ()
-        known, unknown = set(), False
+        # Without such values the examples are lost, which the gradient shows.
+        if not any(map(_has_unknown, owns)):
+            return ()
+        reached = set(self._undecided(place))
         for own in owns:
             wanted = own.passage_at(place).backward
             assert wanted is not None, "a part has what the whole has"
-            unknown |= _has_unknown(own)
             classes = own.classes_at(place)
-            known |= {
+            reached |= {
                 e
                 for e in range(own.examples)
                 if not wanted.values[e].any() or classes[e] in own.backward.found
             }
-        told = self.peers.exchange([unknown, sorted(known | self._undecided(place))])
-        # Without such values the examples are lost, which the gradient shows.
-        if not any(unknown for unknown, _ in told):
-            return ()
-        reached = {e for _, known in told for e in known}
         return tuple(
             e for e in np.flatnonzero(self.counted).tolist() if e not in reached
         )
@@ -814,18 +715,6 @@ class _Backward:
             self.origin[WHOLE] = self.origin[example]
             return {WHOLE: factor}
         return self.whole
-
-    def _groups(self, place: int, owns: Sequence[Aligned]) -> list[tuple[int, ...]]:
-        """The examples of each call in the backward pass that has cotangents."""
-        own = [group for own in owns for group in _groups(own, place)]
-        groups: list[tuple[int, ...]] = []
-        met: set[int] = set()
-        for told in self.peers.exchange(own):
-            for reached in told:
-                group = tuple(e for e in reached if e not in met)
-                met.update(group)
-                groups += [group] if group else []
-        return groups
 
     def _difference(
         self,
@@ -947,15 +836,21 @@ def _total(rows: np.ndarray) -> np.ndarray:
     return distinct.sum(axis=0)
 
 
-def _groups(aligned: Aligned, place: int) -> list[tuple[int, ...]]:
+def _groups(owns: Sequence[Aligned], place: int) -> list[tuple[int, ...]]:
     """The examples of each call in the backward pass that has cotangents."""
-    classes = aligned.classes_at(place).tolist()
-    assert aligned.backward.cotangents is not None
     groups: list[tuple[int, ...]] = []
-    for rows in aligned.backward.rows_by_call():
-        live = [r for r in rows if aligned.backward.cotangents[r].any()]
-        reached = {int(c) for c in aligned.backward.found[live]} - {NONE}
-        groups.append(tuple(e for e, c in enumerate(classes) if c in reached))
+    met: set[int] = set()
+    for own in owns:
+        classes = own.classes_at(place).tolist()
+        assert own.backward.cotangents is not None
+        for rows in own.backward.rows_by_call():
+            live = [r for r in rows if own.backward.cotangents[r].any()]
+            reached = {int(c) for c in own.backward.found[live]} - {NONE}
+            group = tuple(
+                e for e, c in enumerate(classes) if c in reached and e not in met
+            )
+            met.update(group)
+            groups += [group] if group else []
     return groups
 
 
@@ -963,18 +858,6 @@ def _has_unknown(own: Aligned) -> bool:
     """Whether a cotangent is of a value that no example has; padding has zeros."""
     assert own.backward.cotangents is not None
     return bool(own.backward.cotangents[own.backward.found == NONE].any())
-
-
-def _distinct(own: Aligned) -> dict[int, dict[str, list[np.ndarray]]]:
-    """The cotangents of each class, equal ones together, by a digest."""
-    assert own.backward.cotangents is not None
-    found: dict[int, dict[str, list[np.ndarray]]] = {}
-    for label, row in zip(
-        own.backward.found.tolist(), own.backward.cotangents, strict=True
-    ):
-        if label != NONE:
-            found.setdefault(label, {}).setdefault(_digest(row), []).append(row)
-    return found
 
 
 # --- words ---
