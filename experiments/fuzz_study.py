@@ -128,7 +128,7 @@ class Bench:
             return verdict
 
         judges: Any = SimpleNamespace(judge=judge, trace=lambda _: (None, "not asked"))
-        search = LayoutSearch(grid, MODEL, strength, self._seed, judges)
+        search = LayoutSearch(grid, MODEL, strength, judges, self._seed)
         search.run(None, shown=False)
         report = search.report()
         fails = [each.fails for each in report.verdicts]

@@ -31,7 +31,6 @@ TRAINERS = {
 def main(arguments=None):
     parser = argparse.ArgumentParser("python -m tests.matrix.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", 8)
     console, held = Console(), []
@@ -43,7 +42,6 @@ def main(arguments=None):
             axes=own.AXES,
             model=own.MODEL,
             valid=own.valid,
-            seed=given.seed,
             seconds=given.seconds / len(TRAINERS),
         )
         console.print(f"[bold]{name}[/bold]", found, sep="\n")

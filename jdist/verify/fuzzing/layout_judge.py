@@ -41,16 +41,12 @@ class LayoutJudge:
       claim: `claim(layout) -> loss_fn`, or with an update and its first state.
       trainer: `trainer(layout) -> candidate`.
       model: The axes that the problem and the claim depend on.
-      reduction: The reduction of the examples' losses, as in `verify.gradients`.
-      finite_differences: Whether a loss is compared with its differences, likewise.
     """
 
     problem: Callable[[Layout], Any]
     claim: Callable[[Layout], Any]
     trainer: Callable[[Layout], Callable[..., Any]]
     model: Sequence[str]
-    reduction: str = "mean"
-    finite_differences: bool = True
     _known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
 
     def judge(self, layout: dict[str, Any]) -> Verdict:
@@ -74,9 +70,9 @@ class LayoutJudge:
         _, claims, (params, batch, weights) = self._reference(layout)
         if len(claims) > 1:
             return None, "a step was judged: see the report's attributions"
-        own: dict[str, Any] = {"weights": weights, "reduction": self.reduction}
         try:
-            return trace(claims[0], params, batch, self.trainer(layout), **own), ""
+            own = self.trainer(layout)
+            return trace(claims[0], params, batch, own, weights=weights), ""
         except Exception as error:  # noqa: BLE001 - the finding stands without it
             return None, _first_line(error)
 
@@ -108,12 +104,11 @@ class LayoutJudge:
             step, *init = update
             state = params, init[0](params) if init else ()
             each = None if weights is None else [weights] * STEPS
-            options: dict[str, Any] = {"weights": each, "reduction": self.reduction}
-            return step_judge(loss_fn, step, state, [batch] * STEPS, **options)
+            return step_judge(loss_fn, step, state, [batch] * STEPS, weights=each)
         with joined(TIMEOUT), on_one_device(given):
-            check_problem("fuzz", loss_fn, params, batch, weights, self.reduction)
-            loss = ReducedLoss(loss_fn, self.reduction, None)
-            reference = Reference("fuzz", loss, *given, self.finite_differences)
+            check_problem("fuzz", loss_fn, params, batch, weights, "mean")
+            loss = ReducedLoss(loss_fn, "mean", None)
+            reference = Reference("fuzz", loss, *given, finite_differences=True)
 
         def judged(candidates: Mapping[str, Callable[..., Any]]) -> Report:
             with joined(TIMEOUT) as peers, on_one_device(given):

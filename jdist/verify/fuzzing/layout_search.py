@@ -12,14 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from jdist._errors import (
-    check_at_least,
     check_choice,
-    check_flags,
     check_function,
     check_positive_seconds,
     listed,
 )
-from jdist.verify.arguments import check_options
 from jdist.verify.fuzzing.coverage import covering_rows, isolating_rows, uncovered
 from jdist.verify.fuzzing.judging_process import JudgingProcess
 from jdist.verify.fuzzing.layout_grid import Layout, LayoutGrid, layout_grid, named
@@ -41,10 +38,7 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     axes: Mapping[str, Sequence[Any]],
     model: Sequence[str] = (),
     valid: Callable[[Layout], bool] | None = None,
-    reduction: str = "mean",
-    finite_differences: bool = True,
     strength: int = 2,
-    seed: int = 0,
     seconds: float | None = None,
     deadline: float | None = 600.0,
 ) -> FuzzReport:
@@ -75,13 +69,9 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
       axes: The values of each axis, by its name; the simplest value first.
       model: The axes that the problem and the claim depend on.
       valid: `valid(layout) -> bool`: which layouts there are; None for all.
-      reduction: The reduction of the examples' losses, as in `verify.gradients`.
-      finite_differences: Whether each loss is compared with its finite differences, as
-        in `verify.gradients`. A loss with a custom derivative rule is then not judged.
       strength: The number of axes whose values are all combined: 2 for pairs.
-      seed: Seed of all choices; the same seed gives the same layouts.
-      seconds: How long random layouts are judged after the covering array, counted
-        from the start. None for no random layouts.
+      seconds: How long random layouts, others in each search, are judged after the
+        covering array, counted from the start. None for no random layouts.
       deadline: Seconds in which a layout has to be judged, the compilation and the
         reference included. None judges in this process, which an abort ends and a hang
         stops: for a debugger, or functions that another process cannot import.
@@ -94,8 +84,8 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     Raises:
       ValueError: No axes; an axis without values, or with one twice; `model` names no
         axis; a strength below 1 or above the number of axes; more than 262144
-        combinations; `valid` allows none; an unknown reduction; a function that another
-        process cannot import; a problem or a claim that cannot be judged.
+        combinations; `valid` allows none; a function that another process cannot
+        import; a problem or a claim that cannot be judged.
       TypeError: An argument is of another type, or an axis's value cannot be hashed.
       KeyboardInterrupt: It was interrupted. The findings so far are printed on standard
         error.
@@ -130,9 +120,6 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     given = {"problem": problem, "claim": claim, "trainer": trainer}
     for name, fn in given.items():
         check_function(f"fuzz({name}=...)", fn)
-    check_options("fuzz", reduction, None)
-    check_flags("fuzz", finite_differences=finite_differences)
-    check_at_least("fuzz(seed=...)", seed, 0)
     for name, limit in {"seconds": seconds, "deadline": deadline}.items():
         if limit is not None:
             check_positive_seconds(f"fuzz({name}=...)", limit)
@@ -141,13 +128,13 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     for name in own:
         check_choice("fuzz(model=...)", name, axes)
     until = None if seconds is None else time.monotonic() + seconds
-    here = LayoutJudge(problem, claim, trainer, own, reduction, finite_differences)
+    here = LayoutJudge(problem, claim, trainer, own)
     with (
         nullcontext(here)
         if deadline is None
         else closing(JudgingProcess(here, axes, deadline))
     ) as judge:
-        search = LayoutSearch(grid, own, strength, seed, judge)
+        search = LayoutSearch(grid, own, strength, judge)
         try:
             search.run(until, shown=deadline is not None)
         except KeyboardInterrupt:
@@ -165,15 +152,15 @@ class LayoutSearch:
       grid: The layouts that are allowed.
       model: The axes that go back to their first values last.
       strength: The number of axes whose values are all combined.
-      seed: Seed of all choices.
       judge: What judges a layout.
+      seed: Seed of the covering array.
     """
 
     grid: LayoutGrid
     model: Sequence[str]
     strength: int
-    seed: int
     judge: LayoutJudge | JudgingProcess
+    seed: int = 0
     _known: dict[tuple[Any, ...], Verdict] = field(default_factory=dict, init=False)
     _tried: dict[int, Verdict] = field(default_factory=dict, init=False)
     _findings: list[WrongLayout] = field(default_factory=list, init=False)
@@ -190,7 +177,7 @@ class LayoutSearch:
             usable = ~np.isin(np.arange(len(rows)), refused)
             chosen = isolating_rows(rows, self.strength, usable, self._judged())
         if until is not None:
-            order = np.random.default_rng(self.seed).permutation(len(rows))
+            order = np.random.default_rng().permutation(len(rows))
             self._try(order.tolist(), until, shown)
 
     def report(self) -> FuzzReport:

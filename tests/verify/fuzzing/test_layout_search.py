@@ -192,16 +192,16 @@ def test_what_is_not_judged_is_not_ok_and_not_shrunk(search):
 
 
 def test_random_layouts_follow_while_there_is_time(search, monkeypatch):
-    """All layouts in the end, none twice, and in the order of the seed."""
-    _, judged = search(lambda c: "right", seconds=60, seed=1)
+    """All layouts in the end, none twice, in another order in each search."""
+    _, judged = search(lambda c: "right", seconds=60)
     assert len(judged) == 48
-    again, other = (search(lambda c: "right", seconds=60, seed=n) for n in (1, 2))
-    assert again[1] == judged
-    assert other[1] != judged
+    assert judged[:6] == verify.covering_array(AXES)
+    assert search(lambda c: "right", seconds=60)[1] != judged
     now = iter(range(1000))
     monkeypatch.setattr(layout_search.time, "monotonic", lambda: next(now))
     _, judged = search(lambda c: "right", seconds=5)
-    assert len(judged) == len(verify.covering_array(AXES)) + 4
+    # Some of the four may be in the covering array.
+    assert 6 <= len(judged) <= 10
 
 
 def test_three_axes_need_strength_three(search):
@@ -408,16 +408,9 @@ def test_another_process_tells_what_cannot_be_judged():
         ),
         ({"model": "mask"}, TypeError, "fuzz\\(model=...\\)` must be names of axes"),
         ({"model": ["dp", "pp"]}, ValueError, "must be one of 'dp', 'tp'. Got 'pp'"),
-        (
-            {"finite_differences": 1},
-            TypeError,
-            "fuzz\\(finite_differences=...\\)` must be True or False. Got 1",
-        ),
         ({"strength": 3}, ValueError, "fuzz\\(strength=...\\)` must be from 1 to 2"),
         ({"strength": 0}, ValueError, "fuzz\\(strength=...\\)` must be from 1 to 2"),
         ({"valid": lambda c: False}, ValueError, "must allow at least one layout"),
-        ({"reduction": "median"}, ValueError, "fuzz\\(reduction=...\\)` must be"),
-        ({"seed": -1}, ValueError, "fuzz\\(seed=...\\)` must be at least 0"),
         (
             {"seconds": 0},
             ValueError,
@@ -439,7 +432,9 @@ def test_wrong_arguments_are_refused(options, error, words):
 
 
 @pytest.mark.parametrize("steps", [False, True])
-def test_the_reduction_is_that_of_the_judges(steps):
+def test_a_claim_may_be_a_scalar(steps):
+    """Such as a sum: a loss for each example is a mean's."""
+
     def problem(layout):
         return jnp.array([0.3, 0.4]), jnp.arange(10.0).reshape(5, 2) / 9
 
@@ -457,17 +452,17 @@ def test_the_reduction_is_that_of_the_judges(steps):
         return lambda w, s, x: update(w, gradient(w, x)[1], s)
 
     def found(reduction):
-        claim = (loss, update) if steps else loss
+        whole = lambda w, x: reduction(loss(w, x))  # noqa: E731
+        claim = (whole, update) if steps else whole
         options = {"axes": {"sum": (False, True)}, "strength": 1, "deadline": None}
-        given = problem, lambda layout: claim, trainer
-        report = verify.fuzz(*given, reduction=reduction, **options)
+        report = verify.fuzz(problem, lambda layout: claim, trainer, **options)
         return [each.outcome for each in report.verdicts]
 
-    assert sorted(found("mean")) == sorted(found("sum")) == ["right", "wrong"]
-    assert found("mean") != found("sum")
+    assert found(lambda losses: losses) == found(jnp.mean) == ["right", "wrong"]
+    assert found(jnp.sum) == ["wrong", "right"]
 
 
-def test_a_loss_with_a_rule_of_its_own_is_judged_without_differences():
+def test_a_loss_with_a_rule_of_its_own_is_not_judged():
     @jax.custom_jvp
     def halved(x):
         return x
@@ -477,20 +472,15 @@ def test_a_loss_with_a_rule_of_its_own_is_judged_without_differences():
     def loss(w, x):
         return halved(jnp.tanh(x @ w)) ** 2
 
-    def found(**options):
-        report = verify.fuzz(
-            lambda layout: (jnp.array([0.3, 0.4]), jnp.arange(10.0).reshape(5, 2) / 9),
-            lambda layout: loss,
-            lambda layout: jax.value_and_grad(lambda w, x: loss(w, x).mean()),
-            axes={"dp": (1, 2)},
-            strength=1,
-            deadline=None,
-            **options,
-        )
-        return [each.outcome for each in report.verdicts]
-
-    assert found() == ["not judged"] * 2
-    assert found(finite_differences=False) == ["right"] * 2
+    report = verify.fuzz(
+        lambda layout: (jnp.array([0.3, 0.4]), jnp.arange(10.0).reshape(5, 2) / 9),
+        lambda layout: loss,
+        lambda layout: jax.value_and_grad(lambda w, x: loss(w, x).mean()),
+        axes={"dp": (1, 2)},
+        strength=1,
+        deadline=None,
+    )
+    assert [each.outcome for each in report.verdicts] == ["not judged"] * 2
 
 
 def test_an_interaction_with_a_step_is_shrunk_to_its_axes():
