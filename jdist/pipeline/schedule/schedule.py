@@ -46,7 +46,6 @@ class Schedule:
       micro_batches: Their number m.
       placement: The workers of each stage.
       columns: All actions.
-      forward_only: Whether there are no backward passes.
       update_policy: When stages update, and with which weights they compute; None: one
         update after all micro-batches (a synchronous schedule).
       family: The same schedule for another number of micro-batches; None: it is known
@@ -68,7 +67,6 @@ class Schedule:
     micro_batches: int
     placement: Placement
     columns: Columns
-    forward_only: bool = False
     update_policy: UpdatePolicy | None = None
     family: "Callable[[int], Schedule] | None" = None
 
@@ -147,7 +145,6 @@ class Schedule:
             micro_batches,
             placement,
             columns,
-            forward_only=not (columns.kind == B).any(),
             update_policy=update_policy,
         )
         made._check_complete()
@@ -277,6 +274,11 @@ class Schedule:
             rule = f"must be one of {self.workers} workers"
             raise value_error("Schedule.actions(worker)", rule, worker)
         return self.columns.actions(worker)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """Whether there are no backward passes."""
+        return not (self.columns.kind == B).any()
 
     @cached_property
     def owner(self) -> np.ndarray:

@@ -74,9 +74,11 @@ def test_complete_what_no_table_holds(action):
     refused(schedule, "complete", 0, action, "is not one of 1 stages, 1 batches")
 
 
-def test_complete_a_backward_pass_in_a_forward_only_one():
-    schedule = replace(Schedule.of([["0F0", "0B0"]]), forward_only=True)
-    refused(schedule, "complete", 0, "0B0", "forward-only")
+def test_complete_a_weight_gradient_in_a_forward_only_one():
+    columns = Columns.of([[Action("F", 0, 0), Action("W", 0, 0)]])
+    schedule = Schedule("mine", 1, ((0,),), columns)
+    assert schedule.forward_only
+    refused(schedule, "complete", 0, "0W0", "forward-only")
 
 
 def test_complete_a_neighbour_that_is_nowhere():
