@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._tree import PyTree, is_key, named_leaves
-from jdist.verify.defects.defect import distance, of_kinds
+from jdist.verify.defects.defect import Defect, declared, distance
 from jdist.verify.defects.step_call import (
     NoEffect,
     NotApplicable,
@@ -19,19 +19,36 @@ from jdist.verify.defects.step_call import (
     with_leaf,
 )
 
+BATCH_DEFECTS: list[Defect] = []
+_gradient = declared(BATCH_DEFECTS, "gradient")
+_any_step = declared(BATCH_DEFECTS, "gradient", "training")
+_PARTS = "two micro-batches that count"
+_EXAMPLES = "two examples that count"
+
 # --- micro-batches and shards: combinations of the parts' own results ---
 
 
-def _without(call: StepCall, rows: np.ndarray) -> PyTree:
-    # The result is linear in the parts: the lost part's share is taken off.
-    return combined([1.0, -call.share(rows)], [call.right, call.over(rows)])
+@_gradient("lost micro-batch", _PARTS)
+def _lost_part(call: StepCall) -> PyTree:
+    """The result of one micro-batch is not added, the total weight is the whole's."""
+    return _counted(0, call, call.one_part())
 
 
-def _twice(call: StepCall, rows: np.ndarray) -> PyTree:
-    return combined([1.0, call.share(rows)], [call.right, call.over(rows)])
+@_gradient("doubled micro-batch", _PARTS)
+def _doubled_part(call: StepCall) -> PyTree:
+    """The result of one micro-batch is added twice."""
+    return _counted(2, call, call.one_part())
 
 
+def _counted(times: int, call: StepCall, rows: np.ndarray) -> PyTree:
+    # The result is linear in the parts: the part's share is taken off or added.
+    share = (times - 1) * call.share(rows)
+    return combined([1.0, share], [call.right, call.over(rows)])
+
+
+@_gradient("mean of means", "micro-batches of different weight")
 def _mean_of_means(call: StepCall) -> PyTree:
+    """The micro-batches' means are averaged, whatever they weigh."""
     if call.traits.reduction == "sum":
         raise NotApplicable("the step returns a sum")
     shares = [call.share(rows) for rows in call.parts]
@@ -41,8 +58,28 @@ def _mean_of_means(call: StepCall) -> PyTree:
     return combined(factors, [call.over(rows) for rows in call.parts])
 
 
+@_gradient("one shard only", _PARTS)
+def _one_shard(call: StepCall) -> PyTree:
+    """The result is that of one shard, as where the sum over replicas (a psum) is
+    lost."""
+    return call.over(call.one_part())
+
+
+@_gradient("lost example", _EXAMPLES)
+def _lost_example(call: StepCall) -> PyTree:
+    """One example is not added, the total weight is the whole's."""
+    return _counted(0, call, call.one_example())
+
+
+@_gradient("doubled example", _EXAMPLES)
+def _doubled_example(call: StepCall) -> PyTree:
+    """One example is added twice."""
+    return _counted(2, call, call.one_example())
+
+
+@_gradient("bfloat16 accumulation", _PARTS)
 def _accumulated(call: StepCall) -> PyTree:
-    """The running sum of the micro-batches, each sum rounded to bfloat16."""
+    """The micro-batches' gradients are added up in bfloat16."""
 
     def rounded(leaf: PyTree) -> np.ndarray:
         # In NumPy, which rounds every result; XLA may keep float32 in between.
@@ -60,7 +97,9 @@ def _accumulated(call: StepCall) -> PyTree:
 # --- the arguments of the step ---
 
 
+@_any_step("one example for another", _EXAMPLES)
 def _one_for_another(call: StepCall) -> PyTree:
+    """One example is replaced by another one of the batch."""
     (lost,) = call.one_example()
     # Only examples that count: a copy of padding would be a lost example instead.
     others = np.flatnonzero(call.weights)
@@ -70,7 +109,9 @@ def _one_for_another(call: StepCall) -> PyTree:
     return call.on(taken(call.batch, rows))
 
 
+@_any_step("weights ignored", "Traits(weights=...) and weights that differ")
 def _unweighted(call: StepCall) -> PyTree:
+    """All weights (a mask) are 1."""
     # First, because a step without weights is refused here, by its own reason.
     ones = call.reweighted(lambda leaf: like(leaf, np.ones(leaf.shape)))
     # Examples may have equal sums of weights while their tokens' weights differ.
@@ -83,23 +124,6 @@ def _has_zeros(call: StepCall) -> bool:
     """Whether a weight is 0, such as that of one token in every example."""
     leaf = leaf_of(call.batch, str(call.traits.weights), "Traits(weights=...)")
     return not np.asarray(leaf).all()
-
-
-def _stale(call: StepCall) -> PyTree:
-    if call.previous is None:
-        # Not final: only later calls have a predecessor.
-        raise NoEffect("there was no call before this one", final=False)
-    params, *rest = call.arguments
-    old = call.previous[0]
-    # Checked before the step is called: equal parameters give equal results.
-    if distance(params, old) == 0:
-        reason = "the parameters are those of the call before"
-        raise NoEffect(reason, final=False)
-    found, second = call.step(old, *rest)
-    if call.traits.kind == "gradient":
-        return found, second
-    # The step that belongs to the old parameters is taken from the new ones.
-    return combined([1.0, 1.0, -1.0], [params, found, old]), second
 
 
 def _keys(call: StepCall) -> dict[str, Any]:
@@ -125,7 +149,10 @@ def _with_keys(call: StepCall, keys: dict[str, Any]) -> PyTree:
     return call.step(*call.arguments[: call.batch_at], *given)
 
 
+@_any_step("other keys", "random keys in the batch or behind it")
 def _other_keys(call: StepCall) -> PyTree:
+    """Each random key is another one."""
+
     def other(leaf: PyTree) -> PyTree:
         if not is_key(leaf):
             # Plain keys, named by `Traits(keys=...)`, are integers.
@@ -138,7 +165,9 @@ def _other_keys(call: StepCall) -> PyTree:
     return _with_keys(call, {path: other(x) for path, x in _keys(call).items()})
 
 
+@_any_step("one key for all", "a random key for each example")
 def _one_key(call: StepCall) -> PyTree:
+    """All examples have the first one's random key."""
     able = {
         path: leaf
         for path, leaf in _keys(call).items()
@@ -150,83 +179,20 @@ def _one_key(call: StepCall) -> PyTree:
     return _with_keys(call, taken(able, first))
 
 
-_gradient = of_kinds("gradient")
-_any_step = of_kinds("gradient", "training")
-_PARTS = "two micro-batches that count"
-_EXAMPLES = "two examples that count"
-
-BATCH_DEFECTS = (
-    _gradient(
-        "lost micro-batch",
-        "The result of one micro-batch is not added, the total weight is the whole's.",
-        lambda call: _without(call, call.one_part()),
-        _PARTS,
-    ),
-    _gradient(
-        "doubled micro-batch",
-        "The result of one micro-batch is added twice.",
-        lambda call: _twice(call, call.one_part()),
-        _PARTS,
-    ),
-    _gradient(
-        "mean of means",
-        "The micro-batches' means are averaged, whatever they weigh.",
-        _mean_of_means,
-        "micro-batches of different weight",
-    ),
-    _gradient(
-        "one shard only",
-        "The result is that of one shard, as where the sum over replicas (a psum) is "
-        "lost.",
-        lambda call: call.over(call.one_part()),
-        _PARTS,
-    ),
-    _gradient(
-        "lost example",
-        "One example is not added, the total weight is the whole's.",
-        lambda call: _without(call, call.one_example()),
-        _EXAMPLES,
-    ),
-    _gradient(
-        "doubled example",
-        "One example is added twice.",
-        lambda call: _twice(call, call.one_example()),
-        _EXAMPLES,
-    ),
-    _gradient(
-        "bfloat16 accumulation",
-        "The micro-batches' gradients are added up in bfloat16.",
-        _accumulated,
-        _PARTS,
-    ),
-    _any_step(
-        "one example for another",
-        "One example is replaced by another one of the batch.",
-        _one_for_another,
-        _EXAMPLES,
-    ),
-    _any_step(
-        "weights ignored",
-        "All weights (a mask) are 1.",
-        _unweighted,
-        "Traits(weights=...) and weights that differ",
-    ),
-    _any_step(
-        "other keys",
-        "Each random key is another one.",
-        _other_keys,
-        "random keys in the batch or behind it",
-    ),
-    _any_step(
-        "one key for all",
-        "All examples have the first one's random key.",
-        _one_key,
-        "a random key for each example",
-    ),
-    _any_step(
-        "stale parameters",
-        "From the second call on, the parameters are those of the call before.",
-        _stale,
-        "two calls with different parameters",
-    ),
-)
+@_any_step("stale parameters", "two calls with different parameters")
+def _stale(call: StepCall) -> PyTree:
+    """From the second call on, the parameters are those of the call before."""
+    if call.previous is None:
+        # Not final: only later calls have a predecessor.
+        raise NoEffect("there was no call before this one", final=False)
+    params, *rest = call.arguments
+    old = call.previous[0]
+    # Checked before the step is called: equal parameters give equal results.
+    if distance(params, old) == 0:
+        reason = "the parameters are those of the call before"
+        raise NoEffect(reason, final=False)
+    found, second = call.step(old, *rest)
+    if call.traits.kind == "gradient":
+        return found, second
+    # The step that belongs to the old parameters is taken from the new ones.
+    return combined([1.0, 1.0, -1.0], [params, found, old]), second

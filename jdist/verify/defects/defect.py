@@ -78,15 +78,23 @@ class Defect:
         return PlantedStep(self, step, given)
 
 
-def of_kinds(*kinds: Kind) -> Callable[..., Defect]:
-    """A `Defect` without its kinds: `(name, sentence, alteration, needs="")`."""
+def declared(
+    table: list[Defect], *kinds: Kind
+) -> Callable[..., Callable[[Alteration], Alteration]]:
+    """A decorator, `(name, needs="")`, of the alterations in a table of defects.
 
-    def defect(
-        name: str, sentence: str, alteration: Alteration, needs: str = ""
-    ) -> Defect:
-        return Defect(name, sentence, kinds, alteration, needs)
+    The docstring of an alteration is the sentence.
+    """
 
-    return defect
+    def named(name: str, needs: str = "") -> Callable[[Alteration], Alteration]:
+        def add(alteration: Alteration) -> Alteration:
+            sentence = " ".join((alteration.__doc__ or "").split())
+            table.append(Defect(name, sentence, kinds, alteration, needs))
+            return alteration
+
+        return add
+
+    return named
 
 
 class PlantedStep:

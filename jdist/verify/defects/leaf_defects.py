@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jdist._tree import PyTree, is_inexact, named_leaves
-from jdist.verify.defects.defect import Alteration, of_kinds
+from jdist.verify.defects.defect import Defect, declared
 from jdist.verify.defects.step_call import (
     NoEffect,
     NotApplicable,
@@ -21,15 +21,35 @@ from jdist.verify.defects.step_call import (
 NOISE = 1e-3
 
 
-def _times(factor: float) -> Alteration:
-    def alteration(call: StepCall) -> PyTree:
-        loss, gradient = call.right
-        return loss, combined([factor], [gradient])
-
-    return alteration
+LEAF_DEFECTS: list[Defect] = []
+_gradient = declared(LEAF_DEFECTS, "gradient")
+_NONZERO = "leaf that is not all 0"
 
 
+# --- the whole gradient ---
+
+
+@_gradient("factor 1.001")
+def _slightly_larger(call: StepCall) -> PyTree:
+    """The gradient is multiplied by 1.001."""
+    return _times(1.001, call)
+
+
+@_gradient("factor 1.1")
+def _larger(call: StepCall) -> PyTree:
+    """The gradient is multiplied by 1.1."""
+    return _times(1.1, call)
+
+
+def _times(factor: float, call: StepCall) -> PyTree:
+    loss, gradient = call.right
+    return loss, combined([factor], [gradient])
+
+
+@_gradient("sum for mean", "a total weight other than 1")
 def _sum_for_mean(call: StepCall) -> PyTree:
+    """Loss and gradient are not divided by the total weight (or, where the step returns
+    a sum, are divided by it)."""
     total = float(call.weights.sum())
     if total == 1:
         raise NoEffect("the weights add up to 1, so that the sum is the mean")
@@ -41,24 +61,67 @@ def _sum_for_mean(call: StepCall) -> PyTree:
 # --- one leaf ---
 
 
+@_gradient("negated leaf", f"a {_NONZERO}")
+def _negated(call: StepCall) -> PyTree:
+    """One leaf has the other sign."""
+    return _one_leaf(call, lambda x: like(x, -np.asarray(x)), _nonzero, _NONZERO)
+
+
+@_gradient("zero leaf", f"a {_NONZERO}")
+def _zero(call: StepCall) -> PyTree:
+    """One leaf is 0, as behind a `stop_gradient`."""
+    return _one_leaf(call, lambda x: like(x, np.zeros(x.shape)), _nonzero, _NONZERO)
+
+
+@_gradient("missing leaf")
+def _missing(call: StepCall) -> PyTree:
+    """One leaf is None, so that no optimizer moves its parameter."""
+    return _one_leaf(call, lambda x: None, lambda x: True, "floating leaf")
+
+
+@_gradient("NaN")
+def _nan(call: StepCall) -> PyTree:
+    """The largest entry of one leaf is NaN."""
+    changed = _one_entry(lambda x: np.nan)
+    return _one_leaf(call, changed, lambda x: x.size > 0, "leaf with entries")
+
+
+@_gradient("wrong entry", f"a {_NONZERO}")
+def _wrong_entry(call: StepCall) -> PyTree:
+    """The largest entry of one leaf is multiplied by 1.1."""
+    changed = _one_entry(lambda x: x * x.dtype.type(1.1))
+    return _one_leaf(call, changed, _nonzero, _NONZERO)
+
+
+@_gradient("transposed leaf", "a leaf whose last two axes are longer than 1")
+def _transposed(call: StepCall) -> PyTree:
+    """One matrix is transposed; where it is not square, it has the transposed one's
+    numbers in the right one's shape."""
+
+    def changed(leaf: PyTree) -> PyTree:
+        return like(leaf, np.asarray(leaf).swapaxes(-1, -2).reshape(leaf.shape))
+
+    return _one_leaf(call, changed, _matrix, "matrix")
+
+
 def _one_leaf(
-    change: Callable[[Any], Any], able: Callable[[np.ndarray], bool], wanted: str
-) -> Alteration:
+    call: StepCall,
+    change: Callable[[Any], Any],
+    able: Callable[[np.ndarray], bool],
+    wanted: str,
+) -> PyTree:
     """Changes one leaf of those that can be changed.
 
     Args:
+      call: The call.
       change: From the leaf to the wrong one.
       able: Whether a leaf, on the host, is one that the change can show in.
       wanted: Which leaf that is, for the error's text.
     """
-
-    def alteration(call: StepCall) -> PyTree:
-        loss, gradient = call.right
-        leaves = named_leaves(gradient)
-        chosen = _chosen(call, [p for p, x in _floating(gradient) if able(x)], wanted)
-        return loss, with_leaf(gradient, chosen, change(leaves[chosen]))
-
-    return alteration
+    loss, gradient = call.right
+    leaves = named_leaves(gradient)
+    chosen = _chosen(call, [p for p, x in _floating(gradient) if able(x)], wanted)
+    return loss, with_leaf(gradient, chosen, change(leaves[chosen]))
 
 
 def _floating(gradient: PyTree) -> Iterator[tuple[str, np.ndarray]]:
@@ -82,11 +145,6 @@ def _matrix(leaf: np.ndarray) -> bool:
     return leaf.ndim >= 2 and min(leaf.shape[-2:]) > 1 and _nonzero(leaf)
 
 
-def _transposed(leaf: PyTree) -> PyTree:
-    # In a leaf that is not square, the same numbers read in the other order.
-    return like(leaf, np.asarray(leaf).swapaxes(-1, -2).reshape(leaf.shape))
-
-
 def _one_entry(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Changes the largest entry of a leaf."""
 
@@ -100,7 +158,9 @@ def _one_entry(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return changed
 
 
+@_gradient("swapped leaves", "two leaves of one shape and dtype")
 def _swapped(call: StepCall) -> PyTree:
+    """Two leaves of one shape have each other's gradient, as two layers would."""
     loss, gradient = call.right
     leaves = dict(_floating(gradient))
     pairs = [
@@ -120,7 +180,9 @@ def _swapped(call: StepCall) -> PyTree:
     return loss, with_leaf(swapped, second, own[first])
 
 
+@_gradient("noise in an unused leaf", "a leaf that is all 0")
 def _noise(call: StepCall) -> PyTree:
+    """A parameter that the loss does not depend on gets a small random gradient."""
     loss, gradient = call.right
     leaves = dict(_floating(gradient))
     unused = [path for path, leaf in leaves.items() if leaf.size and not _nonzero(leaf)]
@@ -137,12 +199,23 @@ def _noise(call: StepCall) -> PyTree:
     return loss, with_leaf(gradient, chosen, like(leaf, drawn))
 
 
+@_gradient("tied leaf counted twice", "Traits(tied=...)")
 def _tied_twice(call: StepCall) -> PyTree:
+    """The gradient of a parameter that is used more than once is doubled, as where two
+    stages each add the other's share."""
     if call.traits.tied is None:
         raise NotApplicable("no tied parameter is known: name it, Traits(tied=)")
     loss, gradient = call.right
     leaf = leaf_of(gradient, call.traits.tied, "Traits(tied=...)")
     return loss, with_leaf(gradient, call.traits.tied, combined([2.0], [leaf]))
+
+
+@_gradient("clipped leaf by leaf", "a leaf with more than half the gradient's norm")
+def _clipped(call: StepCall) -> PyTree:
+    """Each leaf is clipped to half the gradient's norm by its own norm, and not by the
+    norm of all."""
+    loss, gradient = call.right
+    return loss, clipped_by_leaf(gradient)
 
 
 def clipped_by_leaf(tree: PyTree) -> PyTree:
@@ -161,87 +234,3 @@ def clipped_by_leaf(tree: PyTree) -> PyTree:
             leaf = named_leaves(tree)[path]
             tree = with_leaf(tree, path, combined([limit / norm], [leaf]))
     return tree
-
-
-def _clipped(call: StepCall) -> PyTree:
-    loss, gradient = call.right
-    return loss, clipped_by_leaf(gradient)
-
-
-_gradient = of_kinds("gradient")
-_NONZERO = "leaf that is not all 0"
-
-LEAF_DEFECTS = (
-    _gradient("factor 1.001", "The gradient is multiplied by 1.001.", _times(1.001)),
-    _gradient("factor 1.1", "The gradient is multiplied by 1.1.", _times(1.1)),
-    _gradient(
-        "sum for mean",
-        "Loss and gradient are not divided by the total weight (or, where the step "
-        "returns a sum, are divided by it).",
-        _sum_for_mean,
-        "a total weight other than 1",
-    ),
-    _gradient(
-        "negated leaf",
-        "One leaf has the other sign.",
-        _one_leaf(lambda x: like(x, -np.asarray(x)), _nonzero, _NONZERO),
-        f"a {_NONZERO}",
-    ),
-    _gradient(
-        "zero leaf",
-        "One leaf is 0, as behind a `stop_gradient`.",
-        _one_leaf(lambda x: like(x, np.zeros(x.shape)), _nonzero, _NONZERO),
-        f"a {_NONZERO}",
-    ),
-    _gradient(
-        "missing leaf",
-        "One leaf is None, so that no optimizer moves its parameter.",
-        _one_leaf(lambda x: None, lambda x: True, "floating leaf"),
-    ),
-    _gradient(
-        "NaN",
-        "The largest entry of one leaf is NaN.",
-        _one_leaf(
-            _one_entry(lambda x: np.nan), lambda x: x.size > 0, "leaf with entries"
-        ),
-    ),
-    _gradient(
-        "wrong entry",
-        "The largest entry of one leaf is multiplied by 1.1.",
-        _one_leaf(_one_entry(lambda x: x * x.dtype.type(1.1)), _nonzero, _NONZERO),
-        f"a {_NONZERO}",
-    ),
-    _gradient(
-        "transposed leaf",
-        "One matrix is transposed; where it is not square, it has the transposed "
-        "one's numbers in the right one's shape.",
-        _one_leaf(_transposed, _matrix, "matrix"),
-        "a leaf whose last two axes are longer than 1",
-    ),
-    _gradient(
-        "swapped leaves",
-        "Two leaves of one shape have each other's gradient, as two layers would.",
-        _swapped,
-        "two leaves of one shape and dtype",
-    ),
-    _gradient(
-        "noise in an unused leaf",
-        "A parameter that the loss does not depend on gets a small random gradient.",
-        _noise,
-        "a leaf that is all 0",
-    ),
-    _gradient(
-        "tied leaf counted twice",
-        "The gradient of a parameter that is used more than once is doubled, as where "
-        "two stages each add the other's share.",
-        _tied_twice,
-        "Traits(tied=...)",
-    ),
-    _gradient(
-        "clipped leaf by leaf",
-        "Each leaf is clipped to half the gradient's norm by its own norm, and not by "
-        "the norm of all.",
-        _clipped,
-        "a leaf with more than half the gradient's norm",
-    ),
-)
