@@ -96,9 +96,9 @@ def search(
     tried: list[tuple[int, float, Findings]] = []
     for summed in (False, True):
         own = deepcopy(findings)
-        own.difference = _Backward(
-            passages, aligned.backward, counted, own, summed
-        ).first()
+        backward = _Backward(passages, aligned.backward, counted, own, summed)
+        own.difference = backward.first()
+        own.factors = {e: factor.value for e, factor in backward.factors.items()}
         if own.difference is None:
             return own
         tried.append((len(own.right), -own.difference.ratio, own))
@@ -481,8 +481,35 @@ def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 WHOLE = -1
 """The key of the factor of values without examples."""
 
-_Wrong = Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""The cotangents of each wrong row: found, expected, and the bound."""
+
+class _Factor(NamedTuple):
+    """What a candidate multiplies cotangents by, fitted at the tap where they begin.
+
+    Attributes:
+      value: The factor.
+      error: Its error, which widens the bounds at earlier taps.
+      place: The tap where it was fitted.
+    """
+
+    value: complex
+    error: float
+    place: int
+
+
+class _Wrong(NamedTuple):
+    """The wrong cotangents of one part of a value.
+
+    Attributes:
+      rows: The examples.
+      found: The cotangent of each.
+      expected: What it should be.
+      bounds: The largest difference that rounding explains.
+    """
+
+    rows: list[int]
+    found: np.ndarray
+    expected: np.ndarray
+    bounds: np.ndarray
 
 
 @dataclass(slots=True)
@@ -491,9 +518,8 @@ class _Backward:
 
     Attributes:
       summed: Whether copies of a cotangent are terms of a sum, and not the whole each.
-      slack: The relative error of each example's factor.
+      factors: The factor of each example.
       whole: The factor of values without examples, until examples have one.
-      origin: The place where each factor was taken.
     """
 
     passages: Sequence[Passage]
@@ -501,9 +527,8 @@ class _Backward:
     counted: np.ndarray
     findings: Findings
     summed: bool
-    slack: dict[int, float] = field(default_factory=dict)
-    whole: dict[int, complex] = field(default_factory=dict)
-    origin: dict[int, int] = field(default_factory=dict)
+    factors: dict[int, _Factor] = field(default_factory=dict)
+    whole: dict[int, _Factor] = field(default_factory=dict)
 
     def first(self) -> Difference | None:
         each = [own for owns in self.aligned.values() for own in owns]
@@ -526,23 +551,23 @@ class _Backward:
         return None
 
     def _judged(self, place: int, owns: Sequence[Aligned]) -> Difference | None:
-        passage, factors = self.passages[place], self.findings.factors
+        passage, factors = self.passages[place], self.factors
         whole = passage.layout.axis is None
         # Values of the whole batch have cotangents that are sums over all calls.
-        if whole and len({round(abs(f), 6) for f in factors.values()}) > 1:
+        if whole and len({round(abs(f.value), 6) for f in factors.values()}) > 1:
             return None  # A sum over calls, each with a factor of its own.
         starts = not whole and not factors
         self._establish(place, owns)
         if starts and factors:
             self.findings.entered = passage.label
             self.findings.groups = _groups(owns, place)
-        return self._first_wrong(place, owns)
+        return self._first_wrong(place)
 
     def _establish(self, place: int, owns: Sequence[Aligned]) -> None:
         """Takes factors from the first cotangents that are not zero."""
         whole = self.passages[place].layout.axis is None
         table = self._table(place)
-        proposals: dict[int, list[tuple[complex, float]]] = defaultdict(list)
+        proposals: dict[int, list[_Factor]] = defaultdict(list)
         for own in owns:
             for label, members in self._classes(place, own):
                 found, each, widths, keys = self._flowing(own, label, members)
@@ -552,18 +577,13 @@ class _Backward:
                     continue
                 factor = complex(_fitted(total, found))
                 width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
+                value = factor if factor.imag else factor.real
                 for key in keys:
-                    real = factor if factor.imag else factor.real
-                    proposals[key].append((real, float(width)))
+                    proposals[key].append(_Factor(value, float(width), place))
         for key, proposed in proposals.items():
             # Parts of an example have one factor: 1 if that explains any of them.
-            factor, width = next(
-                (x for x in proposed if abs(x[0] - 1) <= x[1]), proposed[0]
-            )
-            (self.whole if whole else self.findings.factors)[key] = factor
-            # The factor is fitted: its own error widens the bounds at earlier taps.
-            self.slack[key] = width
-            self.origin[key] = place
+            ones = (x for x in proposed if abs(x.value - 1) <= x.error)
+            (self.whole if whole else self.factors)[key] = next(ones, proposed[0])
 
     def _classes(
         self, place: int, own: Aligned
@@ -582,60 +602,67 @@ class _Backward:
                 continue
             yield label, members
 
-    def _first_wrong(self, place: int, owns: Sequence[Aligned]) -> Difference | None:
+    def _first_wrong(self, place: int) -> Difference | None:
         """The difference at a place; or at a later tap, if that explains this one."""
-        wrong = {own.part: self._wrong(place, own) for own in owns}
-        differing = [own for own in owns if wrong[own.part]]
-        if not differing:
+        wrong = self._wrong_parts(place)
+        if not wrong:
             return None
-        whole = self.passages[place].layout.axis is None
-        keys = {WHOLE if whole else e for own in differing for e in wrong[own.part]}
-        sources = {self.origin[key] for key in keys if key in self.origin}
+        table, whole = self._table(place), self.passages[place].layout.axis is None
+        keys = {WHOLE if whole else e for _, each in wrong for e in each.rows}
+        sources = {table[key].place for key in keys if key in table}
         # Several losses have cotangents of their own: one that is right in absolute
         # terms is right, and the tap that the factor was taken from is not.
-        right = not any(self._wrong(place, own, True) for own in differing)
+        right = not any(self._wrong(place, own, absolute=True) for own, _ in wrong)
         absolute = bool(sources) and right
         # A loss that was compared before the examples had a factor may not have theirs.
-        heads = () if absolute else self._heads_behind(place, differing, wrong)
+        heads = () if absolute else self._heads_behind(place, wrong)
         for source in [max(sources)] if absolute else heads:
-            others = self.aligned.get(source, ())
-            first = {own.part: self._wrong(source, own, absolute) for own in others}
-            if any(first.values()):
-                place, owns, wrong = source, others, first
+            if first := self._wrong_parts(source, absolute):
+                place, wrong = source, first
                 label = f"backward {self.passages[place].label}"
                 if label in self.findings.right:
                     del self.findings.right[self.findings.right.index(label) :]
                 break
         differences = {
-            str(own.part): self._difference(place, own, wrong[own.part])
-            for own in owns
-            if wrong[own.part]
+            str(own.part): self._difference(place, own, each) for own, each in wrong
         }
-        return _joined(differences, len(owns))
+        return _joined(differences, len(self.aligned[place]))
 
     def _heads_behind(
-        self, place: int, differing: Sequence[Aligned], wrong: Mapping[Any, _Wrong]
+        self, place: int, wrong: Sequence[tuple[Aligned, _Wrong]]
     ) -> list[int]:
         """The places of the scalar values that explain a difference, the last first."""
         names: set[str] = set()
-        for own in differing:
-            rows = sorted(wrong[own.part])
-            found, expected, _ = map(
-                np.stack, zip(*map(wrong[own.part].__getitem__, rows), strict=True)
-            )
-            passage = own.passage_at(place)
-            names |= _shares_of_heads(passage, rows, expected, found).keys()
+        for own, each in wrong:
+            names |= _shares_of_heads(own.passage_at(place), each).keys()
         return [
             p
             for p in reversed(range(place + 1, len(self.passages)))
             if self.passages[p].name in names and p in self.aligned
         ]
 
-    def _wrong(self, place: int, own: Aligned, absolute: bool = False) -> _Wrong:
-        """The cotangents of each wrong example: found, expected, and the bound."""
+    def _wrong_parts(
+        self, place: int, absolute: bool = False
+    ) -> list[tuple[Aligned, _Wrong]]:
+        """The parts of a value whose cotangents are wrong."""
+        owns = self.aligned[place]
+        found = [(own, self._wrong(place, own, absolute)) for own in owns]
+        return [(own, wrong) for own, wrong in found if wrong is not None]
+
+    def _wrong(self, place: int, own: Aligned, absolute: bool) -> _Wrong | None:
+        """The wrong cotangents of a part; `absolute`: without any factors."""
+        table = {} if absolute else self._table(place)
         wrong: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for label, members in self._classes(place, own):
-            found, expected, allowed = self._sums(place, own, label, members, absolute)
+            found, each, widths, keys = self._flowing(own, label, members)
+            known = [table[key].value for key in keys if key in table]
+            # Members of a class without a factor yet are taken to have the others' one.
+            usual = _Factor(sum(known) / len(known) if known else 1.0, 0.0, place)
+            factors = [table.get(key, usual) for key in keys]
+            values = np.array([factor.value for factor in factors])[:, None]
+            errors = np.array([factor.error for factor in factors])[:, None]
+            allowed = np.sum(np.abs(values) * (widths + errors * np.abs(each)), axis=0)
+            expected = _total(values * each)
             if sum(p == place for p, _ in members) > 1:
                 # Equal examples: which cotangent is whose, and which is a copy, cannot
                 # be told. Their direction can.
@@ -645,13 +672,17 @@ class _Backward:
                 continue
             if not (np.abs(found - expected) <= allowed).all():
                 wrong.update({e: (found, expected, allowed) for _, e in members})
-        return wrong
+        if not wrong:
+            return None
+        rows = sorted(wrong)
+        columns = zip(*(wrong[e] for e in rows), strict=True)
+        return _Wrong(rows, *map(np.stack, columns))
 
     def _strange(self, place: int, owns: Sequence[Aligned]) -> tuple[int, ...]:
         """The examples that no cotangent reaches, where unknown values have some."""
         passage = self.passages[place]
         # At the last tap alone: at earlier ones the cotangents themselves are compared.
-        if passage.layout.axis is None or self.findings.factors:
+        if passage.layout.axis is None or self.factors:
             return ()
         # Without such values the examples are lost, which the gradient shows.
         if not any(map(_has_unknown, owns)):
@@ -686,74 +717,37 @@ class _Backward:
         keys = [WHOLE if whole else e for _, e in flowing]
         return rows.sum(axis=0) if self.summed else _total(rows), each, widths, keys
 
-    def _sums(
-        self,
-        place: int,
-        own: Aligned,
-        label: int,
-        members: list[tuple[int, int]],
-        absolute: bool,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The candidate's cotangent of a class, what it should be, and the bound."""
-        found, each, widths, keys = self._flowing(own, label, members)
-        table = {} if absolute else self._table(place)
-        known = [table[key] for key in keys if key in table]
-        # Members of a class without a factor yet are taken to have the others' one.
-        usual = sum(known) / len(known) if known else 1.0
-        own_factor = np.array([table.get(k, usual) for k in keys])[:, None]
-        slack = np.array([self.slack.get(k, 0.0) * (k in table) for k in keys])[:, None]
-        size = np.abs(own_factor)
-        allowed = np.sum(size * (widths + slack * np.abs(each)), axis=0)
-        return found, _total(own_factor * each), allowed
-
-    def _table(self, place: int) -> Mapping[int, complex]:
+    def _table(self, place: int) -> Mapping[int, _Factor]:
         """The factors at a place; those of the batch are what all examples have."""
         if self.passages[place].layout.axis is not None:
-            return self.findings.factors
-        for example, factor in self.findings.factors.items():
-            self.slack[WHOLE] = self.slack[example]
-            self.origin[WHOLE] = self.origin[example]
-            return {WHOLE: factor}
-        return self.whole
+            return self.factors
+        first = next(iter(self.factors.values()), None)
+        return self.whole if first is None else {WHOLE: first}
 
-    def _difference(
-        self,
-        place: int,
-        own: Aligned,
-        wrong: _Wrong,
-    ) -> Difference:
-        passage = own.passage_at(place)
-        known = sorted(wrong)
-        examples = tuple(known) if passage.layout.axis is not None else ()
-        found, expected, allowed = (
-            np.stack([wrong[e][i] for e in known]) for i in range(3)
-        )
-        if not found.any():
-            words = "no cotangent arrives"
-            if _has_unknown(own):
-                words = STALE
+    def _difference(self, place: int, own: Aligned, wrong: _Wrong) -> Difference:
+        passage, rows = own.passage_at(place), wrong.rows
+        examples = tuple(rows) if passage.layout.axis is not None else ()
+        if not wrong.found.any():
+            words = STALE if _has_unknown(own) else "no cotangent arrives"
             return Difference("backward", passage.label, examples, float("inf"), words)
+        alike = _alike(self.passages, self.passages[place], own.part)
         others = {
-            label: p.backward.values[known]
-            for label, p in _alike(
-                self.passages, self.passages[place], own.part
-            ).items()
+            label: p.backward.values[rows]
+            for label, p in alike.items()
             if p.backward is not None
         }
-        others[passage.label] = expected
-        begins = all(self.origin.get(e) == place for e in known)
-        told = _shares_told(_shares_of_heads(passage, known, expected, found, begins))
-        told = told or _multiples(known, expected, found)
-        ratio, words = _described(passage, others, found, allowed, known, told)
+        others[passage.label] = wrong.expected
+        begins = all(e in self.factors and self.factors[e].place == place for e in rows)
+        told = _shares_told(_shares_of_heads(passage, wrong, begins))
+        told = told or _multiples(wrong)
+        ratio, words = _described(
+            passage, others, wrong.found, wrong.bounds, rows, told
+        )
         return Difference("backward", passage.label, examples, ratio, words)
 
 
 def _shares_of_heads(
-    passage: Passage,
-    rows: list[int],
-    expected: np.ndarray,
-    found: np.ndarray,
-    begins: bool = False,
+    passage: Passage, wrong: _Wrong, begins: bool = False
 ) -> dict[str, float]:
     """How often a cotangent counts what comes through scalar values; empty if not so.
 
@@ -762,6 +756,7 @@ def _shares_of_heads(
     the trainer's own factor begins here, it is c_0 g_0 + ...; those of c_h / c_0.
     """
     assert passage.backward is not None, "a cotangent is wrong"
+    rows, found, expected, _ = wrong
     each = passage.backward.values[rows]
     # The candidate's own factor of each example is in what is expected.
     pairs = zip(each, expected, strict=True)
@@ -798,8 +793,9 @@ def _solved(
     return None if left > SHARE * error or singular[-1] < SHARE else found
 
 
-def _multiples(rows: list[int], expected: np.ndarray, found: np.ndarray) -> str:
+def _multiples(wrong: _Wrong) -> str:
     """How often each example's cotangent counts, if that is all that is wrong."""
+    rows, found, expected, _ = wrong
     factors = np.array(list(map(_fitted, expected, found)))
     rest = np.linalg.norm(found - factors[:, None] * expected)
     groups: dict[float, list[int]] = {}
