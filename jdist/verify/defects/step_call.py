@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._errors import JdistError, check_choice, requirement
+from jdist._errors import JdistError, check_at_least, check_choice
 from jdist._tree import (
     PyTree,
     examples_in,
@@ -83,9 +83,7 @@ class Traits:
     def __post_init__(self) -> None:
         check_choice("Traits(kind=...)", self.kind, ("gradient", "training"))
         check_choice("Traits(reduction=...)", self.reduction, ("mean", "sum"))
-        if self.micro_batches < 2:
-            rule, got = "must be at least 2", self.micro_batches
-            raise ValueError(requirement("Traits(micro_batches=...)", rule, got))
+        check_at_least("Traits(micro_batches=...)", self.micro_batches, 2)
 
 
 # Without slots, because `cached_property` needs an instance dictionary.

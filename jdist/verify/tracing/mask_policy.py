@@ -7,11 +7,10 @@ the device's coordinates.
 """
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +82,12 @@ def masks(
     _check_axes(same, differ)
     program = jax.make_jaxpr(trainer)(*arguments)
     draws = _Draws(where)
-    observed = with_equations(program, draws.observed((), ()))
+    observed = with_equations(program, draws.observed(None, ()))
     _check_drawn(draws, (*same, *differ), where)
     run = jax.jit(lambda *leaves: evaluate(observed, leaves))
     jax.block_until_ready(run(*jax.tree.leaves(arguments)))
     rows = [
-        row
-        for number, site in enumerate(draws.sites)
-        for row in _rows(*site, draws.of(number), tuple(same), tuple(differ))
+        row for site in draws.sites for row in _rows(site, tuple(same), tuple(differ))
     ]
     return Report(tuple(rows), notes=_outside(program, draws))
 
@@ -106,41 +103,52 @@ def _check_axes(same: Sequence[str], differ: Sequence[str]) -> None:
         raise ValueError(requirement("masks(same=..., differ=...)", rule, quoted(axes)))
 
 
+class _Site(NamedTuple):
+    """A draw inside `shard_map`.
+
+    Attributes:
+      place: Where it is, in words.
+      equation: The draw.
+      bits: What each device draws: in a loop, in all iterations.
+    """
+
+    place: str
+    equation: JaxprEqn
+    bits: dict[Place, set[bytes]]
+
+
 class _Draws:
     """The draws of a program, and what each device draws.
 
     Attributes:
-      sites: The place, in words, and the equation of each draw inside `shard_map`.
+      sites: The draws inside `shard_map`.
       axes: The axes of their meshes.
     """
 
     def __init__(self, where: str) -> None:
-        self.sites: list[tuple[str, JaxprEqn]] = []
+        self.sites: list[_Site] = []
         self.axes: set[str] = set()
         self._where = where
         self._lock = threading.Lock()
-        self._bits: dict[int, dict[Place, set[bytes]]] = defaultdict(dict)
 
     def observed(
-        self, meshes: tuple[Any, ...], around: tuple[JaxprEqn, ...]
+        self, mesh: Any, around: tuple[JaxprEqn, ...]
     ) -> Callable[[JaxprEqn], Sequence[JaxprEqn]]:
         """Puts a tap behind each draw of a program.
 
         Args:
-          meshes: Those of the `shard_map`s around it.
+          mesh: That of the `shard_map` around it; None outside of any.
           around: The equations around it.
         """
 
         def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
             trail = *around, equation
             if equation.primitive.name in _DRAWS:
-                if meshes and self._where in (place := _place(trail)):
-                    return self._tapped(place, equation, meshes[-1])
+                if mesh is not None and self._where in (place := _place(trail)):
+                    return self._tapped(place, equation, mesh)
                 return [equation]
-            within = meshes
-            if equation.primitive.name == "shard_map":
-                within = *meshes, equation.params["mesh"]
-            inside = self.observed(within, trail)
+            mapped = equation.primitive.name == "shard_map"
+            inside = self.observed(equation.params["mesh"] if mapped else mesh, trail)
             return [with_inner_programs(equation, lambda x: with_equations(x, inside))]
 
         return change
@@ -148,21 +156,22 @@ class _Draws:
     def _tapped(self, place: str, equation: JaxprEqn, mesh: Any) -> list[JaxprEqn]:
         # The bits are the last result: a generator returns its new state as well.
         bits: Any = equation.outvars[-1]
-        number, axes = len(self.sites), tuple(mesh.axis_names)
+        axes = tuple(mesh.axis_names)
         manual = bits.aval.sharding.mesh.manual_axes
         if not set(axes) <= set(manual):
             # XLA knows no coordinates of a device where it divides arrays itself.
             rule = "must draw inside a `shard_map` over all axes of its mesh"
             got = f"one over {', '.join(manual)} of {', '.join(axes)}"
             raise ValueError(requirement("masks(trainer=...)", rule, got))
-        self.sites.append((place, equation))
+        site = _Site(place, equation, {})
+        self.sites.append(site)
         self.axes.update(axes)
 
         def receive(_: str, __: int, arrays: Sequence[np.ndarray]) -> None:
             bits, at = arrays
             own = tuple(zip(axes, at.tolist(), strict=True))
             with self._lock:
-                self._bits[number].setdefault(own, set()).add(bits.tobytes())
+                site.bits.setdefault(own, set()).add(bits.tobytes())
 
         def tapped(bits: jax.Array) -> jax.Array:
             at = jnp.stack([lax.axis_index(axis) for axis in axes])
@@ -182,10 +191,6 @@ class _Draws:
         assert tap.outvars == [shown]
         drawn = equation.replace(outvars=[*equation.outvars[:-1], given])
         return [drawn, *others, tap.replace(outvars=[bits])]
-
-    def of(self, number: int) -> Mapping[Place, set[bytes]]:
-        """The bits of a draw on each device: in a loop, of all iterations."""
-        return self._bits[number]
 
 
 _DRAWS = ("random_bits", "rng_bit_generator", "threefry2x32")
@@ -221,13 +226,10 @@ def _outside(program: Any, draws: _Draws) -> tuple[str, ...]:
 
 
 def _rows(
-    place: str,
-    equation: JaxprEqn,
-    bits: Mapping[Place, set[bytes]],
-    same: tuple[str, ...],
-    differ: tuple[str, ...],
+    site: _Site, same: tuple[str, ...], differ: tuple[str, ...]
 ) -> Iterator[LeafReport]:
     """A row for each policy."""
+    place, equation, bits = site
     # A draw that nothing is made of is not drawn.
     if not bits:
         return
