@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdist import _agreement
@@ -17,6 +18,7 @@ from jdist._agreement import RecordExchange
 from jdist.verify import PeersLost
 from jdist.verify.processes import peers
 from jdist.verify.processes.peers import ADVICE, Peers, joined
+from jdist.verify.tracing.recording import MeshAxis, TapRecord, of_all_processes
 
 
 class Store:
@@ -182,3 +184,32 @@ def test_a_judgement_tells_of_its_error(store, monkeypatch):
         raise KeyboardInterrupt("by hand")
     (text,) = store.values.values()
     assert json.loads(text) == {"refusal": "KeyboardInterrupt: by hand"}
+
+
+def test_taps_of_all_processes_come_by_name_then_by_rank(run):
+    """In the order of each program, as they were recorded, in any dtype."""
+    mesh = (MeshAxis("dp", 3, 0, True),)
+
+    def body(own, rank):
+        narrow = np.asarray(jnp.full((2, 1), rank + 0.5, jnp.bfloat16))
+        turned = np.array([[1.0, 2.0], [np.nan, 1j]]).T
+        return of_all_processes(
+            [
+                TapRecord("last", 1, narrow, -narrow, mesh, (rank,), 8),
+                TapRecord("last", 0, np.array(rank), None, number=3),
+                TapRecord(f"of {rank}", 0, turned, None),
+            ],
+            own,
+        )
+
+    first, *others = run(body)
+    assert [x.name for x in first] == ["last"] * 6 + ["of 0", "of 1", "of 2"]
+    assert [x.number for x in first] == [*range(6), 0, 0, 0]
+    assert [int(x.value) for x in first[:6:2]] == [0, 1, 2]
+    for rank, each in enumerate(first[1:6:2]):
+        assert (each.axes, each.mesh, each.place) == (1, mesh, (rank,))
+        assert each.value.dtype == jnp.bfloat16
+        assert (each.cotangent == -each.value).all()
+    np.testing.assert_array_equal(first[-1].value, [[1.0, np.nan], [2.0, 1j]])
+    for other in others:
+        assert str(other) == str(first)

@@ -259,11 +259,7 @@ def _forward(
             continue
         told = [(own, *_missing(own, place, every, orders)) for own in owns]
         wrong = [(own, missing) for own, missing, _ in told if missing]
-        if (
-            wrong
-            and whole
-            and any(_of_parts(passages, passage, own) for own, _ in wrong)
-        ):
+        if whole and any(_of_parts(passages, passage, own) for own, _ in wrong):
             findings.of_parts.add(place)
             findings.notes.append(
                 f"{passage.label} was not compared: it has no axis of examples, and "
