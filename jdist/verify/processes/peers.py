@@ -1,8 +1,8 @@
 """The processes of one `jax.distributed` run, which judge together.
 
 Each calls the judge in the same order, looks at its own shards, and exchanges what it
-found with the others: small records, which pass through the coordinator and not through
-the devices (`jdist._agreement`).
+found with the others: records, which pass through the coordinator and not through the
+devices (`jdist._agreement`).
 """
 
 import time
