@@ -228,12 +228,7 @@ def _tied(
         _check_keys(f"{call}(tied=...)", layers, dict.fromkeys(copies, ()))
         for key, path in copies.items():
             found[key][path] = name
-    holders: dict[int, list[tuple[Key, str]]] = {}
-    for key, layer in layers.items():
-        for path, number in _parameters(call, layer, holders, key):
-            # By identity, because equal values may be a coincidence.
-            holders.setdefault(number, []).append((key, path))
-    for places in holders.values():
+    for places in _holders(call, layers):
         # A path below a tied one is tied with it.
         named = [_name_of(found[key], path) for key, path in places]
         own = {name for name in named if name is not None}
@@ -259,30 +254,32 @@ def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
     return None
 
 
-def _parameters(
-    call: str, layer: nnx.Module, holders: Collection[int], key: object
-) -> list[tuple[str, int]]:
-    """Paths and identities of a layer's variables, without its random streams.
+def _holders(
+    call: str, layers: Mapping[Key, nnx.Module]
+) -> Collection[list[tuple[Key, str]]]:
+    """The layers that hold each variable, with its path; not those of random streams.
 
     Raises:
-      ValueError: It shares a variable that is not a parameter with an earlier layer.
+      ValueError: Layers share a variable that is not a parameter.
     """
     from flax import nnx
 
-    found = []
-    for path, variable in nnx.iter_graph(layer):
-        is_stream = isinstance(variable, nnx.RngState)
-        if is_stream or not isinstance(variable, nnx.Variable):
-            continue
-        where = "/".join(map(str, path))
-        # Both layers would return a new state, of which one would be lost.
-        if id(variable) in holders and not isinstance(variable, nnx.Param):
-            rule = "must not share a state: what one layer leaves behind would be "
-            rule += f"lost on the other, {key!r}"
-            got = f"{type_name(variable)} at {where}"
-            raise value_error(f"{call}(modules)", rule, got)
-        found.append((where, id(variable)))
-    return found
+    # By identity, because equal values may be a coincidence.
+    found: dict[int, list[tuple[Key, str]]] = {}
+    for key, layer in layers.items():
+        for path, variable in nnx.iter_graph(layer):
+            is_stream = isinstance(variable, nnx.RngState)
+            if is_stream or not isinstance(variable, nnx.Variable):
+                continue
+            places = found.setdefault(id(variable), [])
+            places.append((key, "/".join(map(str, path))))
+            # All layers would return a new state, of which one would be kept.
+            if len(places) > 1 and not isinstance(variable, nnx.Param):
+                rule = "must not share a state: what one layer leaves behind would be "
+                rule += f"lost on the other, {key!r}"
+                got = f"{type_name(variable)} at {places[-1][1]}"
+                raise value_error(f"{call}(modules)", rule, got)
+    return found.values()
 
 
 def _module(
