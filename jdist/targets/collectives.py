@@ -149,8 +149,7 @@ def _found(kind: str, instruction: Instruction) -> FoundCollective:
     if kind == "collective-permute":
         # The in-place form has further operands: its output buffer and offsets.
         operands = operands[:1] or operands
-        pairs = re.findall(r"\d+", instruction.attribute("source_target_pairs"))
-        numbers = tuple(map(int, pairs))
+        numbers = _numbers(instruction.attribute("source_target_pairs"))
         groups: Groups = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     else:
         groups = replica_groups(instruction)
@@ -173,10 +172,7 @@ def replica_groups(instruction: Instruction) -> Groups:
     if text in ("", "{}"):
         return (tuple(range(instruction.module.partitions)),)
     if text.startswith("{"):
-        return tuple(
-            tuple(map(int, group.split(",")))
-            for group in re.findall(r"\{([\d,]+)\}", text)
-        )
+        return tuple(map(_numbers, re.findall(r"\{([\d,]+)\}", text)))
     # The iota form: device numbers reshaped, transposed, and read row by row.
     if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _rows(_transposed(match[2], match[3]).reshape(_numbers(match[1])))

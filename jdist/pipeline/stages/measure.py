@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -185,14 +185,13 @@ def _measured(
 
 def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
     """The median of `repeats` runs, after one that compiles."""
-    jax.block_until_ready(run())
-    # Each run is waited for, because dispatch returns before the computation ends.
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+
+    def waited() -> None:
+        # Dispatch returns before the computation ends.
         jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+
+    waited()
+    return statistics.median(timeit.repeat(waited, number=1, repeat=repeats))
 
 
 def _nbytes(tree: PyTree) -> float:
