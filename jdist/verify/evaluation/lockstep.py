@@ -31,6 +31,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -232,27 +233,41 @@ def _mix(bits: Array) -> Array:
     return bits ^ (bits >> 16)
 
 
-def _evaluate(
+def interpreted(
     jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    inputs: Sequence[Value],
-    noise: Perturbation,
-) -> list[Value]:
-    """Evaluates a program inside of an equation."""
-    values: dict[Any, Value] = {}
+    consts: Iterable[Any],
+    inputs: Iterable[Any],
+    results: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    literal: Callable[[Literal], Any],
+) -> list[Any]:
+    """The results of a program whose values are of any kind.
 
-    def read(atom: Var | Literal) -> Value:
-        if isinstance(atom, Literal):
-            return value_of(atom)
-        return values[atom]
-
-    values.update(zip(jaxpr.constvars, map(_as_array, consts), strict=True))
+    Args:
+      jaxpr: The program.
+      consts: Its constants.
+      inputs: Its arguments.
+      results: The results of an equation, given its operands.
+      literal: The value of a literal.
+    """
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Var | Literal) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else values[atom]
+
     for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        found = results_of(equation, operands, noise, sized=False)
+        found = results(equation, [read(atom) for atom in equation.invars])
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _evaluate(
+    program: ClosedJaxpr, inputs: Sequence[Value], noise: Perturbation
+) -> list[Value]:
+    """Evaluates a program inside of an equation."""
+    consts = map(as_array, program.consts)
+    results = partial(results_of, noise=noise, sized=False)
+    return interpreted(program.jaxpr, consts, inputs, results, value_of)
 
 
 def results_of(
@@ -279,7 +294,7 @@ def _results(
         return _CONTROL[name](equation, operands, noise)
     inner = called(equation)
     if inner is not None:
-        return _evaluate(inner.jaxpr, inner.consts, operands, noise)
+        return _evaluate(inner, operands, noise)
     return _both_sides(equation, operands, noise, sized)
 
 
@@ -676,7 +691,7 @@ def _scan(
     def step(state: list[Value], taken: PyTree) -> PyTree:
         index, row = taken
         given, inside = [*fixed, *state, *row], loop.iteration(index)
-        found = _evaluate(body.jaxpr, body.consts, given, inside)
+        found = _evaluate(body, given, inside)
         made = zip((found[:carried], found[carried:]), (on_sides, stacked), strict=True)
         return tuple(_plain(*each, alone, noise) for each in made)
 
@@ -712,12 +727,12 @@ def _while(
     def go_on(state: tuple[Array, list[Value]]) -> Array:
         # The rounded side decides for both how many iterations there are.
         rounded = [_rounded(x) for x in (*for_test, *state[1])]
-        return _rounded(_evaluate(test.jaxpr, test.consts, rounded, noise)[0])
+        return _rounded(_evaluate(test, rounded, noise)[0])
 
     def step(state: tuple[Array, list[Value]]) -> tuple[Array, list[Value]]:
         index, values = state
         given, inside = [*for_body, *values], loop.iteration(index)
-        found = _evaluate(body.jaxpr, body.consts, given, inside)
+        found = _evaluate(body, given, inside)
         return index + 1, _plain(found, on_sides, alone, noise)
 
     begin = (jnp.int32(0), _plain(start, on_sides, alone, noise))
@@ -734,8 +749,7 @@ def _cond(
     def branch(program: ClosedJaxpr) -> Callable[..., list[Value]]:
         def evaluate(*given: Value) -> list[Value]:
             inside = noise.inner()
-            found = _evaluate(program.jaxpr, program.consts, given, inside)
-            return _plain(found, on_sides, alone, noise)
+            return _plain(_evaluate(program, given, inside), on_sides, alone, noise)
 
         return evaluate
 
@@ -752,8 +766,7 @@ def _linear_solve(
     before = lengths.matvec + lengths.vecmat
     constants = operands[before : before + lengths.solve]
     right_hand = operands[sum(lengths) :]
-    solve = programs.solve
-    return _evaluate(solve.jaxpr, solve.consts, [*constants, *right_hand], noise)
+    return _evaluate(programs.solve, [*constants, *right_hand], noise)
 
 
 _CONTROL: dict[str, Callable[..., Sequence[Value]]] = {
@@ -897,7 +910,8 @@ def paired(values: Iterable[Any], wide: Iterable[Any]) -> list[Value]:
     return [PrecisionPair(x, next(rest)) if _is_float(x) else x for x in values]
 
 
-def _as_array(constant: ArrayLike) -> Array:
+def as_array(constant: ArrayLike) -> Array:
+    """The array of a constant."""
     return constant if isinstance(constant, Array) else jnp.asarray(constant)
 
 

@@ -49,8 +49,10 @@ from jdist.verify.evaluation.lockstep import (
     PrecisionPair,
     RoundedSideNeeded,
     Value,
+    as_array,
     called,
     has_sides,
+    interpreted,
     noise_pool,
     results_of,
     sized_variables,
@@ -488,30 +490,25 @@ def _inlined(
     equations: list[Equation] = []
 
     def constant(value: Any) -> InlinedVariable:
-        array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+        array = as_array(value)
         variable = InlinedVariable(jax.typeof(array))
         constants[variable] = array
         return variable
 
-    def walk(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        own = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
-        own.update(zip(jaxpr.invars, inputs, strict=True))
+    def walk(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        consts = map(constant, program.consts)
+        return interpreted(program.jaxpr, consts, inputs, results_of_one, lambda x: x)
 
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else own[atom]
-
-        for equation in jaxpr.eqns:
-            given, inner = list(map(read, equation.invars)), called(equation)
-            if inner is None:
-                made: list[Any] = [InlinedVariable(x.aval) for x in equation.outvars]
-                equations.append(Equation(equation, given, made))
-            else:
-                made = walk(inner.jaxpr, inner.consts, given)
-            own.update(zip(equation.outvars, made, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def results_of_one(equation: JaxprEqn, given: list[Any]) -> list[Any]:
+        inner = called(equation)
+        if inner is not None:
+            return walk(inner, given)
+        made: list[Any] = [InlinedVariable(x.aval) for x in equation.outvars]
+        equations.append(Equation(equation, given, made))
+        return made
 
     inputs = [InlinedVariable(x.aval) for x in program.jaxpr.invars]
-    results = walk(program.jaxpr, program.consts, inputs)
+    results = walk(program, inputs)
     needed, kept = set(results), []
     for equation in reversed(equations):
         effects = equation.own.effects or _shows(equation)
@@ -693,19 +690,6 @@ def _variables(equation: Equation) -> list[InlinedVariable]:
     return [x for x in equation.inputs if not isinstance(x, Literal)]
 
 
-class _Same:
-    """An object that equals itself alone."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def _fingerprint(
     equation: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], names: Any
 ) -> object:
@@ -719,8 +703,12 @@ def _fingerprint(
 
 
 def _part(value: Any) -> object:
-    """Equal for parameters that mean the same."""
-    found: object = _Same(value)
+    """Equal for parameters that mean the same.
+
+    What has no hash equals itself alone. A piece that is compiled refers to its
+    equations, so that no other object has the `id` of what is in its key.
+    """
+    found: object = id(value)
     if isinstance(value, Literal):
         array = np.asarray(value.val)
         found = "literal", value.aval, array.dtype, array.tobytes()
@@ -733,7 +721,7 @@ def _part(value: Any) -> object:
     elif isinstance(value, dict):
         found = tuple((k, _part(x)) for k, x in sorted(value.items()))
     else:
-        with contextlib.suppress(TypeError):  # What has no hash equals itself alone.
+        with contextlib.suppress(TypeError):
             hash(value)
             found = type(value), value
     return found
@@ -748,7 +736,7 @@ def _shape_of(jaxpr: Jaxpr, consts: Sequence[Any]) -> object:
         _part(x) if isinstance(x, Literal) else names[x] for x in jaxpr.outvars
     )
     each = tuple(_fingerprint(x, x.invars, x.outvars, names) for x in jaxpr.eqns)
-    return tuple(x.aval for x in given), each, results, tuple(map(_Same, consts))
+    return tuple(x.aval for x in given), each, results, tuple(map(id, consts))
 
 
 # ---------------------------------------------------------------------------------

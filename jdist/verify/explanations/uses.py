@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jdist._tree import PyTree, named_leaves
-from jdist.verify.evaluation.lockstep import bind, called
+from jdist.verify.evaluation.lockstep import bind, called, interpreted
 
 MOST = 8
 """Maximum number of uses to tell apart: each costs a gradient of the parameter's
@@ -183,18 +183,8 @@ def _evaluate(
         return value
 
     def run(inner: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        values = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-        values |= dict(zip(inner.jaxpr.invars, inputs, strict=True))
-        for equation in inner.jaxpr.eqns:
-            operands = [
-                atom.val if isinstance(atom, Literal) else values[atom]
-                for atom in equation.invars
-            ]
-            values |= zip(equation.outvars, call(equation, operands), strict=True)
-        return [
-            atom.val if isinstance(atom, Literal) else values[atom]
-            for atom in inner.jaxpr.outvars
-        ]
+        given = inner.jaxpr, inner.consts, inputs
+        return interpreted(*given, call, lambda literal: literal.val)
 
     def call(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         name = equation.primitive.name
