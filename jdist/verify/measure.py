@@ -75,7 +75,6 @@ from jdist.verify.evaluation.piecewise import (
     EXACT,
     LARGE,
     Abandoned,
-    Form,
     Pieces,
     PiecesOf,
     Recording,
@@ -512,14 +511,11 @@ class LossPrograms:
         its decisions or its roundings to 16 bits.
         """
         pieces, together = self._examples_program(params, batch, shares)
-        factor, drawn = magnified(pieces.program), drawn_form(pieces.program)
-        twofold = pieces.deciding > 0 or not rounds_as_drawn(pieces.program)
-        apart = as_it_rounds and not twofold
-        found = _Examples(pieces, drawn, factor, params, together > 1, twofold, apart)
+        found = _Examples(pieces, params, together > 1, as_it_rounds)
         losses = np.zeros(max(shares.size, 1))
         groups = -(-losses.size // together)
         # A tiny program is measured before a bar could be read.
-        runs = 0 if pieces.tiny else groups * (1 + apart + draws)
+        runs = 0 if pieces.tiny else groups * (1 + found.apart + draws)
         with (
             progress("measuring rounding", runs) as advance,
             double_precision(),
@@ -536,7 +532,7 @@ class LossPrograms:
             notes += (f"{words}: there the bound is too narrow",)
         made = found.taken()
         scale, of_loss = made[0]
-        finer = unit_roundoff("float64") / unit_roundoff(drawn.wider("float32"))
+        finer = unit_roundoff("float64") / unit_roundoff(found.drawn.wider("float32"))
         variance = max(float(of_loss.variance), 0.0) / draws
         scatter = finer * scale * math.sqrt(variance)
         return _ExampleSums(_in_turn(made, draws), losses, scatter, notes)
@@ -754,30 +750,24 @@ class _Examples:
 
     Args:
       pieces: The program `(cotangent, params, batch) -> (loss, gradient)`.
-      drawn: The form of its draws.
-      factor: By how much perturbations exceed rounding.
       params: The parameters.
       several: Whether it takes several examples, along axis 0 of all but `params`.
-      twofold: Whether the program as it rounds runs beside that in float64.
-      apart: Whether it runs by itself, where it does not beside.
+      as_it_rounds: Whether the program is to run as it rounds.
+
+    Attributes:
+      drawn: The form of its draws.
+      apart: Whether it runs as it rounds by itself, and not beside that in float64.
     """
 
     def __init__(
-        self,
-        pieces: Pieces,
-        drawn: Form,
-        factor: float,
-        params: PyTree,
-        several: bool,
-        twofold: bool,
-        apart: bool,
+        self, pieces: Pieces, params: PyTree, several: bool, as_it_rounds: bool
     ) -> None:
-        self._pieces = pieces
-        self._drawn = drawn
-        self._factor = factor
-        self._several = several
-        self._twofold = twofold
-        self._apart = apart
+        self.drawn = drawn_form(pieces.program)
+        # By how much perturbations exceed rounding.
+        self._factor = magnified(pieces.program)
+        self._twofold = pieces.deciding > 0 or not rounds_as_drawn(pieces.program)
+        self.apart = as_it_rounds and not self._twofold
+        self._pieces, self._several = pieces, several
         self._params = _pairs(params)
         self._sums: dict[int, _LeafSums] = {}
         self._scales: dict[int, float] = {}
@@ -787,36 +777,28 @@ class _Examples:
 
         `advance` is called after each run.
         """
-        shares = group.shares
         leaves = group.leaves(self._pieces.inputs[0].dtype, self._several, self._params)
-        counts = shares > 0
+        # The gradient has the share already, with which its pass began.
+        counts = np.asarray(group.shares > 0, np.float64)
         exact: dict[int, jax.Array] = {}
-        several = self._several
 
         def factor(number: int) -> np.ndarray:
-            # The gradient has the share already, with which its pass began.
-            return shares if number == 0 else np.ones_like(shares)
+            return group.shares if number == 0 else counts
 
         def receive(number: int, value: PrecisionPair) -> None:
             exact[number] = value.wide
-            self._add(number, value, factor(number), counts)
+            self._add(number, value, factor(number))
             if value.rounded is not None:
                 receive_rounded(number, value.rounded)
 
         def receive_rounded(number: int, rounded: jax.Array) -> None:
-            own = self._sums[number], exact[number], rounded, factor(number), counts
-            self._sums[number] = _drifted(*own, self._scales[number], several=several)
+            given = exact[number], rounded, factor(number), self._scales[number]
+            self._sums[number] = _drifted(self._sums[number], *given)
 
         def draw(number: int, value: PrecisionPair) -> None:
-            scale = 1 / (self._factor * self._scales[number])
-            sums = self._sums[number]
-            more = _drawn(
-                sums.variance,
-                value.wide,
-                exact[number],
-                np.where(counts, factor(number), 0.0) * scale,
-                several=several,
-            )
+            sums, scale = self._sums[number], 1 / (self._factor * self._scales[number])
+            given = value.wide, exact[number], factor(number) * scale
+            more = _drawn(sums.variance, *given)
             self._sums[number] = sums._replace(variance=more)
 
         with self._compiled_beside(leaves):
@@ -825,17 +807,17 @@ class _Examples:
         losses = np.asarray(exact[0]).reshape(-1)
         if not counts.any():
             return losses
-        if self._apart and not self._twofold:
+        if self.apart and not self._twofold:
             self._pieces.run(
                 leaves,
-                self._drawn,
+                self.drawn,
                 receive=lambda number, value: receive_rounded(number, value.wide),
             )
             advance()
         for each in range(draws):
             self._pieces.run(
                 leaves,
-                self._drawn,
+                self.drawn,
                 amplitude=self._factor,
                 # A prime above the number of draws: no two draws share a seed.
                 seed=group.seed * 65537 + each + 1,
@@ -850,7 +832,7 @@ class _Examples:
     ) -> Recording:
         """Runs the program in float64, and as it rounds where that is another form."""
         recording = Recording()
-        form = EXACT._replace(sized=True, sizes=self._drawn.wider)
+        form = EXACT._replace(sized=True, sizes=self.drawn.wider)
         if not self._twofold:
             try:
                 self._pieces.run(leaves, form, receive=receive)
@@ -879,7 +861,7 @@ class _Examples:
                 jax.numpy_dtype_promotion("standard"),
                 contextlib.suppress(RoundedSideNeeded, Abandoned),
             ):
-                self._pieces.run(leaves, self._drawn, receive=lambda *_: None)
+                self._pieces.run(leaves, self.drawn, receive=lambda *_: None)
 
         with futures.ThreadPoolExecutor(1) as beside:
             done = beside.submit(draw)
@@ -891,25 +873,16 @@ class _Examples:
                 raise
             done.result()
 
-    def _add(
-        self, number: int, value: PrecisionPair, factor: np.ndarray, counts: np.ndarray
-    ) -> None:
+    def _add(self, number: int, value: PrecisionPair, factor: np.ndarray) -> None:
         if number not in self._sums:
             shape = value.wide.shape[1:] if self._several else value.wide.shape
-            large = math.prod(shape) > LARGE and self._drawn.wider is single_of
+            large = math.prod(shape) > LARGE and self.drawn.wider is single_of
             top = float(jnp.max(jnp.abs(value.wide), initial=0)) if large else 1.0
             usable = large and 0 < top < math.inf
             self._scales[number] = 2.0 ** round(math.log2(top)) if usable else 1.0
             self._sums[number] = _nothing(shape, value.wide.dtype, large)
-        self._sums[number] = _added(
-            self._sums[number],
-            value.wide,
-            value.size,
-            factor,
-            counts,
-            self._scales[number],
-            several=self._several,
-        )
+        given = value.wide, value.size, factor, self._scales[number]
+        self._sums[number] = _added(self._sums[number], *given)
 
     def taken(self) -> list[tuple[float, _LeafSums]]:
         """The sums, and by what each is scaled; they are not kept."""
@@ -938,86 +911,75 @@ def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
     return _LeafSums(total, size, size, size)
 
 
-@partial(jax.jit, static_argnames="several")
+@jax.jit
 def _added(
     sums: _LeafSums,
     exact: jax.Array,
     size: jax.Array | None,
     factor: jax.Array,
-    counts: jax.Array,
     scale: jax.Array,
-    *,
-    several: bool,
 ) -> _LeafSums:
-    """The sums with further examples, but for those of errors."""
-    if not several:
-        exact, size = exact[None], None if size is None else size[None]
-    factor, counts = (_of_examples(x, exact) for x in (factor, counts))
+    """The sums with further examples, but for those of errors.
+
+    The factors, one for each example, are 0 for those that do not count.
+    """
+    exact, factor = _of_examples(exact, factor, sums.total)
     largest = factor * jnp.abs(exact) / scale
     # Larger than the value where the terms of its last sum cancel.
     free = largest
     if size is not None:
-        free = jnp.maximum(largest, factor * size / scale)
+        free = jnp.maximum(largest, factor * size.reshape(exact.shape) / scale)
     return sums._replace(
-        total=_plus(sums.total, factor * exact, counts),
-        magnitude=_plus(sums.magnitude, largest, counts),
-        square=_plus(sums.square, free**2, counts),
+        total=_plus(sums.total, factor * exact, factor),
+        magnitude=_plus(sums.magnitude, largest, factor),
+        square=_plus(sums.square, free**2, factor),
     )
 
 
-@partial(jax.jit, static_argnames="several")
+@jax.jit
 def _drifted(
     sums: _LeafSums,
     exact: jax.Array,
     rounded: jax.Array,
     factor: jax.Array,
-    counts: jax.Array,
     scale: jax.Array,
-    *,
-    several: bool,
 ) -> _LeafSums:
     """The sums with the errors of further examples as the program rounds."""
-    if not several:
-        exact, rounded = exact[None], rounded[None]
-    factor, counts = (_of_examples(x, exact) for x in (factor, counts))
-    error = factor * (rounded.astype(exact.dtype) - exact) / scale
+    exact, factor = _of_examples(exact, factor, sums.total)
+    rounded = rounded.reshape(exact.shape).astype(exact.dtype)
+    error = factor * (rounded - exact) / scale
     drift, square = sums.drift, sums.drift_square
     if drift is None or square is None:
         large = sums.square.dtype == jnp.float32
         square = jnp.zeros_like(sums.square)
         drift = square.astype(single_of(error.dtype) if large else error.dtype)
     return sums._replace(
-        drift=_plus(drift, error, counts),
-        drift_square=_plus(square, jnp.abs(error) ** 2, counts),
+        drift=_plus(drift, error, factor),
+        drift_square=_plus(square, jnp.abs(error) ** 2, factor),
     )
 
 
-def _of_examples(numbers: jax.Array, values: jax.Array) -> jax.Array:
-    """A number for each example, along axis 0 of the values."""
-    return numbers.reshape(-1, *[1] * (values.ndim - 1))
-
-
-def _plus(total: jax.Array, terms: jax.Array, counts: jax.Array) -> jax.Array:
-    """The total with the terms that count."""
-    return total + jnp.sum(jnp.where(counts, terms, 0), 0).astype(total.dtype)
-
-
-@partial(jax.jit, static_argnames="several")
+@jax.jit
 def _drawn(
-    variance: jax.Array,
-    drawn: jax.Array,
-    exact: jax.Array,
-    factor: jax.Array,
-    *,
-    several: bool,
+    variance: jax.Array, drawn: jax.Array, exact: jax.Array, factor: jax.Array
 ) -> jax.Array:
     """The sum of squares with those of a draw's errors."""
-    if not several:
-        drawn, exact = drawn[None], exact[None]
-    factor = _of_examples(factor, exact)
-    square = jnp.abs(factor * (drawn.astype(exact.dtype) - exact)) ** 2
-    counted = jnp.where(factor > 0, square, 0)
-    return variance + jnp.sum(counted, 0).astype(variance.dtype)
+    exact, factor = _of_examples(exact, factor, variance)
+    error = factor * (drawn.reshape(exact.shape).astype(exact.dtype) - exact)
+    return _plus(variance, jnp.abs(error) ** 2, factor)
+
+
+def _of_examples(
+    values: jax.Array, factor: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Values of each example, along axis 0, and the factors beside them."""
+    rows = factor.reshape(-1, *[1] * total.ndim)
+    return values.reshape(factor.size, *total.shape), rows
+
+
+def _plus(total: jax.Array, terms: jax.Array, factor: jax.Array) -> jax.Array:
+    """The total with the terms that count."""
+    return total + jnp.sum(jnp.where(factor > 0, terms, 0), 0).astype(total.dtype)
 
 
 def magnified(program: ClosedJaxpr) -> float:
