@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,7 +80,8 @@ def excuse(
     candidate: Callable[..., object],
     arguments: Sequence[PyTree],
     drawn: tuple[Callable[..., PyTree], PyTree, PyTree],
-    answers: Iterator[Mapping[str, PyTree]],
+    first: Mapping[str, PyTree],
+    again: Callable[[], Mapping[str, PyTree]] | None,
     limits: Mapping[str, Limit | None],
     peers: Peers,
 ) -> tuple[str, tuple[str, ...]]:
@@ -92,8 +92,8 @@ def excuse(
       candidate: The candidate.
       arguments: The arguments of its call.
       drawn: The function whose random numbers count, and its arguments.
-      answers: The leaves of the candidate's first result and of further calls; endless
-        unless it is known to keep state from call to call.
+      first: The leaves of the candidate's result.
+      again: Those of another call; None if it is known to keep state from call to call.
       limits: The limits of its leaves.
       peers: The processes that judge it.
     """
@@ -106,16 +106,14 @@ def excuse(
     if draws:
         return OWN_DRAWS, ()
     # Every call has to differ: a candidate that returns a cached result is wrong.
-    pairs = []
-    for pair in pairwise(islice(answers, CALLS)):
+    answers, differ = [first], again is not None
+    while again and differ and len(answers) < CALLS:
+        answers.append(again())
         # Each process sees its own shards only.
-        if not all(peers.exchange(_apart(*pair, limits))):
-            break
-        pairs.append(pair)
-    if len(pairs) == CALLS - 1:
+        differ = all(peers.exchange(_apart(*answers[-2:], limits)))
+    if differ:
         # Over several processes no host has whole leaves.
-        found = [pairs[0][0], *(after for _, after in pairs)]
-        if peers.size == 1 and _adds_up(found, limits):
+        if peers.size == 1 and _adds_up(answers, limits):
             return "", (f"{name}: {ADDS}",)
         return CHANGES, ()
     if draws is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -197,24 +198,15 @@ def _judge(
     reduction: str,
     accumulation: DTypeLike | None,
     timeout: float,
-) -> _GradientsJudge:
+) -> Callable[..., Report]:
     """Builds a judge; `names` are what takes the loss and what takes candidates."""
     maker, call = names
     check_options(maker, reduction, accumulation)
     check_function(f"{maker}(loss_fn=...)", loss_fn)
-    return _GradientsJudge(call, ReducedLoss(loss_fn, reduction, accumulation), timeout)
+    # Its compiled programs serve every step of a run.
+    loss = ReducedLoss(loss_fn, reduction, accumulation)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _GradientsJudge:
-    """A judge of one loss, whose compiled programs serve every step of a run."""
-
-    call: str
-    loss: ReducedLoss
-    timeout: float
-
-    def __call__(
-        self,
+    def judge(
         params: PyTree,
         batch: PyTree,
         candidates: Mapping[str, Candidate],
@@ -224,21 +216,29 @@ class _GradientsJudge:
         names: Mapping[str, Named] | None = None,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
-        call, loss = self.call, self.loss
         given = params, batch, weights
-        with joined(self.timeout) as peers, on_one_device(given):
+        with joined(timeout) as peers, on_one_device(given):
             check_flags(call, finite_differences=finite_differences)
             check_candidates(call, candidates)
-            check_problem(call, loss.loss_fn, *given, loss.reduction)
+            check_problem(call, loss_fn, *given, reduction)
             reference = Reference(call, loss, *given, finite_differences)
             return reference.judge(candidates, peers, names)
 
+    return judge
+
 
 class Answer(NamedTuple):
-    """A candidate's loss, and its gradient's leaves by the reference's paths."""
+    """What a candidate returned.
 
-    loss: Any
-    gradient: Mapping[str, Any]
+    Attributes:
+      name: The candidate's name.
+      leaves: Its loss, and its gradient's leaves by the reference's paths.
+      peers: The processes that judge it.
+    """
+
+    name: str
+    leaves: Mapping[str, Any]
+    peers: Peers
 
 
 class Reference:
@@ -256,8 +256,7 @@ class Reference:
 
     Attributes:
       counted: The examples that count.
-      loss_value: The loss.
-      gradient: Its gradient.
+      leaves: The loss and its gradient's leaves by path.
     """
 
     def __init__(
@@ -273,8 +272,9 @@ class Reference:
         self._loss = loss
         self._given = params, batch
         self._params, batch, weights = brought((params, batch, weights))
-        self.counted, found = loss.reference(self._params, batch, weights)
-        self.loss_value, self.gradient = found
+        self.counted, self._found = loss.reference(self._params, batch, weights)
+        value, gradient = self._found
+        self.leaves: dict[str, Any] = {LOSS: value, **named_leaves(gradient)}
         self._check = finite_differences
         self._oracle: OracleCheck | None = None
         self._measured: dict[int, Measured] = {}
@@ -286,46 +286,42 @@ class Reference:
         names: Mapping[str, Named] | None = None,
     ) -> Report:
         """Judges candidates in turn."""
-        answers = {
-            name: self._answer(name, candidate, peers, names)
+        calls = {
+            name: partial(self._answer, name, candidate, peers, names)
             for name, candidate in candidates.items()
         }
+        answers = {name: call() for name, call in calls.items()}
         rows: tuple[LeafReport, ...] = ()
         notes: tuple[str, ...] = ()
         for name, answer in answers.items():
-            # By looks of its own: a verdict must not depend on its neighbours.
-            own, measured = self._looked_at(name, answer, peers)
-            if any(row.ratio > 1 for row in own):
-                measured = measured.undecided()
-                own, told = self._decided(name, answer, own, measured, peers)
-                notes += told
-            notes += tuple(x for x in measured.notes if x not in notes)
-            if any(row.ratio > 1 and row.problem for row in own):
-
-                def leaves(name: str = name, answer: Answer = answer) -> Iterator[Any]:
-                    yield answer.gradient
-                    while True:
-                        again = self._answer(name, candidates[name], peers, names)
-                        yield again.gradient
-
-                drawn = gradient_of_sum(self._loss.loss_fn), *brought(self._given)
-                why, unsure = excuse(
-                    name,
-                    candidates[name],
-                    self._given,
-                    drawn,
-                    leaves(),
-                    measured.limits,
-                    peers,
-                )
-                if why:
-                    own = self._rows(name, answer, measured, peers, why)
-                notes += unsure
-                # Over several processes no host has a whole gradient to explain.
-                if peers.size == 1:
-                    notes += self._uses(answer, own)
+            own, told = self._judged(answer, candidates[name], calls[name])
             rows += own
+            notes += tuple(x for x in told if x not in notes)
         return agreed(Report(rows, self._oracle, notes + looseness(rows)), peers)
+
+    def _judged(
+        self, answer: Answer, candidate: Candidate, again: Callable[[], Answer]
+    ) -> tuple[tuple[LeafReport, ...], tuple[str, ...]]:
+        """The rows of one candidate, and notes."""
+        # By looks of its own: a verdict must not depend on its neighbours.
+        rows, measured = self._looked_at(answer)
+        notes: tuple[str, ...] = ()
+        if any(row.ratio > 1 for row in rows):
+            measured = measured.undecided()
+            rows, notes = self._decided(answer, rows, measured)
+        notes += measured.notes
+        if any(row.ratio > 1 and row.problem for row in rows):
+            drawn = gradient_of_sum(self._loss.loss_fn), *brought(self._given)
+            asked = answer.name, candidate, self._given
+            own = answer.leaves, lambda: again().leaves, measured.limits
+            why, unsure = excuse(*asked, drawn, *own, answer.peers)
+            if why:
+                rows = self._rows(answer, measured, why)
+            notes += unsure
+            # Over several processes no host has a whole gradient to explain.
+            if answer.peers.size == 1:
+                notes += self._uses(answer, rows)
+        return rows, notes
 
     def undecided(self) -> bool:
         """Whether there are decisions that rounding may turn."""
@@ -336,7 +332,7 @@ class Reference:
             measured = self._loss.measure(
                 self._params,
                 self.counted,
-                (self.loss_value, self.gradient),
+                self._found,
                 check=self._check and not self._measured,
                 more=more,
             )
@@ -359,41 +355,41 @@ class Reference:
                 raise TypeError(requirement(where, rule, got))
             # Computed before the next call, which may overwrite what is copied here.
             loss, gradient = peers.computed(jax.tree.map(copied, result))
-            return Answer(loss, renamed(self._call, self.gradient, gradient, names))
+            if not (loss is None or isinstance(loss, jax.Array)):
+                loss = np.asarray(loss)
+            # A loss in a wider dtype than the reference's is judged in the reference's.
+            number = loss is not None and loss.shape == ()
+            if number and jnp.issubdtype(loss.dtype, jnp.floating):
+                loss = loss.astype(self.leaves[LOSS].dtype)
+            leaves = renamed(self._call, self._found[1], gradient, names)
+            return Answer(name, {LOSS: loss, **leaves}, peers)
 
-    def _looked_at(
-        self, name: str, answer: Answer, peers: Peers
-    ) -> tuple[tuple[LeafReport, ...], Measured]:
+    def _looked_at(self, answer: Answer) -> tuple[tuple[LeafReport, ...], Measured]:
         """The rows of a candidate, and the measurement that decides about it."""
         looks: Sequence[int] = LOOKS
         if self._loss.draws(self._params, self.counted.batch) < FEW:
             # Over several processes no host has whole leaves.
-            distance = self._distance(answer) if peers.size == 1 else 0.0
+            distance = self._distance(answer) if answer.peers.size == 1 else 0.0
             looks = _looks(distance)
         for more in looks:
             measured = self._measure(more)
             # To describe what fails takes longer than to find it.
-            rows = self._rows(name, answer, measured, peers, describe=_fails)
+            rows = self._rows(answer, measured, describe=_fails)
             failing = [row for row in rows if row.ratio > 1]
-            doubtful = [self._may_be_right(x, answer, measured, peers) for x in failing]
+            doubtful = [self._may_be_right(x, answer, measured) for x in failing]
             if not any(doubtful):
                 if not any(row.problem for row in rows):
                     return rows, measured
-                return self._rows(name, answer, measured, peers), measured
+                return self._rows(answer, measured), measured
             # A leaf is wrong for certain, whatever more draws would say of the others.
             if not all(doubtful):
                 break
         # What is in doubt still has the bound beyond which no draws explain it.
         measured = measured.widened()
-        return self._rows(name, answer, measured, peers), measured
+        return self._rows(answer, measured), measured
 
     def _decided(
-        self,
-        name: str,
-        answer: Answer,
-        own: tuple[LeafReport, ...],
-        measured: Measured,
-        peers: Peers,
+        self, answer: Answer, own: tuple[LeafReport, ...], measured: Measured
     ) -> tuple[tuple[LeafReport, ...], tuple[str, ...]]:
         """The rows where the reference takes the candidate's choices, and a note.
 
@@ -403,93 +399,73 @@ class Reference:
         choices = measured.choices()
         if not choices.examples:
             return own, ()
-        own = self._rows(name, answer, measured, peers)
+        own = self._rows(answer, measured)
         # Over several processes no host has whole leaves.
-        if peers.size > 1:
+        if answer.peers.size > 1:
             return own, ()
         limits = {k: x for k, x in _limits(measured).items() if x is not None}
-        wanted = {LOSS: self.loss_value, **named_leaves(self.gradient)}
-        found = {LOSS: answer.loss, **answer.gradient}
-        taken = choices.read_off(list(limits), wanted, found, limits)
+        wanted = dict(self.leaves)
+        taken = choices.read_off(list(limits), wanted, answer.leaves, limits)
         if taken is None:
             return own, ()
         words, change = taken
         for number, path in enumerate(limits):
             leaf = in_double(wanted[path]) + change.get(number, 0.0)
             wanted[path] = leaf.astype(wanted[path].dtype)
-        rows = self._rows(name, answer, measured, peers, wanted=wanted)
+        rows = self._rows(answer, measured, wanted=wanted)
         if not all(row.ratio <= 1 for row in rows):
             return own, ()
-        return rows, (f"{name}: {words}",)
+        return rows, (f"{answer.name}: {words}",)
 
     def _distance(self, answer: Answer) -> float:
         """How far the worst leaf is off, over the width of most bounds."""
         distances = (
             _relative(wanted, own) / (FAR * unit_roundoff(wanted.dtype))
-            for path, wanted in named_leaves(self.gradient).items()
-            if (own := answer.gradient.get(path)) is not None
+            for path, wanted in self.leaves.items()
+            if path != LOSS
+            and (own := answer.leaves.get(path)) is not None
             and np.shape(own) == np.shape(wanted)
             and jnp.issubdtype(np.asarray(own).dtype, jnp.inexact)
         )
         return max(distances, default=0.0)
 
     def _may_be_right(
-        self, row: LeafReport, answer: Answer, measured: Measured, peers: Peers
+        self, row: LeafReport, answer: Answer, measured: Measured
     ) -> bool:
         """Whether more draws might explain the difference of a failing leaf."""
         limit = _limits(measured).get(row.path)
         if limit is None:
             return False
         # Over several processes no host has whole leaves.
-        if peers.size > 1:
+        if answer.peers.size > 1:
             return True
-        if row.path == LOSS:
-            wanted, own = self.loss_value, answer.loss
-        else:
-            wanted = named_leaves(self.gradient)[row.path]
-            own = answer.gradient[row.path]
+        wanted, own = self.leaves[row.path], answer.leaves[row.path]
         certain = row.ratio > limit.doubt or _in_norm(wanted, own, limit)
         return not (certain and _relative(wanted, own) > GROSS)
 
     def _rows(
         self,
-        name: str,
         answer: Answer,
         measured: Measured,
-        peers: Peers,
         excuse: str = "",
         wanted: Mapping[str, Any] | None = None,
         describe: Describe | None = None,
     ) -> tuple[LeafReport, ...]:
         """A row for the loss and for each leaf; `wanted` is None for the reference."""
-        value, (loss, gradient) = np.asarray(self.loss_value), answer
-        is_array = loss is None or isinstance(loss, jax.Array)
-        own = loss if is_array else np.asarray(loss)
-        # A loss in a wider dtype than the reference's is judged in the reference's.
-        if (
-            own is not None
-            and own.shape == ()
-            and jnp.issubdtype(own.dtype, jnp.floating)
-        ):
-            with as_the_caller():
-                own = own.astype(value.dtype)
-        if wanted is None:
-            wanted = {LOSS: value, **named_leaves(self.gradient)}
-        found = {LOSS: own, **gradient}
-        return compare_leaves(
-            name, wanted, found, _limits(measured), peers, describe, excuse
-        )
+        name, found, peers = answer
+        own, limits = wanted or self.leaves, _limits(measured)
+        return compare_leaves(name, own, found, limits, peers, describe, excuse)
 
     def _uses(self, answer: Answer, rows: Sequence[LeafReport]) -> tuple[str, ...]:
         """Notes on failing leaves that lack some uses, or have some twice."""
         leaves = named_leaves(self._params)
         failing = {
-            row.path: answer.gradient[row.path]
+            row.path: answer.leaves[row.path]
             for row in rows
             if row.problem
             and row.ratio > 1  # A number that is wrong, and none that is missing.
             and row.path in leaves
-            and not jnp.iscomplexobj(answer.gradient[row.path])
+            and not jnp.iscomplexobj(answer.leaves[row.path])
         }
         # The first few show what is wrong.
         few = dict(islice(failing.items(), EXPLAINED))
@@ -501,7 +477,7 @@ class Reference:
         scalar = self._loss.scalar
         counts = uses_counted(lambda p: scalar(p, batch, weights), self._params, few)
         return tuple(
-            f"{rows[0].candidate}: {path}: the uses that it counts: {words}"
+            f"{answer.name}: {path}: the uses that it counts: {words}"
             for path, words in counts.items()
         )
 

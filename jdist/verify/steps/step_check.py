@@ -481,26 +481,12 @@ def _judged(
                 # Later steps would start from other choices than the reference's.
                 return rows, (), notes + _unseen(name, shown)
         if any(row.ratio > 1 and row.problem for row in rows):
-
-            def answers(
-                first: _Shown = shown, again: Callable[[], _Shown] = call
-            ) -> Iterator[Mapping[str, PyTree]]:
-                yield _returned(first)
-                # A further call of a stateful candidate is another step, not a
-                # repetition.
-                while first.repeatable:
-                    yield _returned(again())
-
+            # A further call of a stateful candidate is another step, no repetition.
+            again = (lambda own=call: _returned(own())) if shown.repeatable else None
             drawn = (steps.draws, *brought((steps.start[0], batch)))
-            why, unsure = excuse(
-                name,
-                candidate,
-                (*given, batch),
-                drawn,
-                answers(),
-                moment.limits,
-                peers,
-            )
+            call_of = name, candidate, (*given, batch)
+            own = _returned(shown), again, moment.limits
+            why, unsure = excuse(*call_of, drawn, *own, peers)
             if why:
                 # Later steps would start from other parameters than the reference's.
                 return _rows(name, moment, shown, peers, why), (), ()
