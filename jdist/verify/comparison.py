@@ -242,7 +242,7 @@ def compare_leaves(
         name,
         {path: _host(leaf) for path, leaf in wanted.items()},
         limits,
-        describe or _described,
+        describe or described_shard,
         excuse,
         excused,
     )
@@ -258,14 +258,16 @@ def compare_leaves(
         for path, leaf in arrays.items()
         if path not in wanted
     ]
-    if peers is None or peers.size == 1:
-        return tuple(merged({0: finding}, 1) for finding in findings)
+    each = [findings]
+    if peers is not None and peers.size > 1:
+        records = peers.exchange(list(map(asdict, findings)))
+        each = [list(map(restored, own)) for own in records]
     # By path, because processes may have found different leaves.
     by_path: dict[str, dict[int, Finding]] = {}
-    for rank, records in enumerate(peers.exchange(list(map(asdict, findings)))):
-        for own in map(restored, records):
-            by_path.setdefault(own.row.path, {})[rank] = own
-    return tuple(merged(own, peers.size) for own in by_path.values())
+    for rank, own in enumerate(each):
+        for finding in own:
+            by_path.setdefault(finding.row.path, {})[rank] = finding
+    return tuple(merged(own, len(each)) for own in by_path.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,15 +323,12 @@ class _Judged:
         if self.excuse and 1 < worst <= self.excused and worst < math.inf:
             unjudged = self.excuse
         # Not `worst > 1`, which is false for NaN.
-        elif not worst <= 1 and (unjudged := _other_choices(limit, shard, errors)):
-            pass
         elif not worst <= 1:
-            problem = self.describe(row.path, self.wanted, shard, ratios)
-        # No number is above an infinite bound: it may hide any difference.
-        elif (hidden := ~np.isfinite(allowed) & (errors > 0)).any():
-            unjudged = _unmeasured(errors, hidden, shard)
+            unjudged = _other_choices(limit, shard, errors)
+            if not unjudged:
+                problem = self.describe(row.path, self.wanted, shard, ratios)
         # A leaf that is bit-equal to the reference needs no bound.
-        elif row.max_ulp > 0 and _blind(in_double(whole), limit):
+        elif not (unjudged := _unmeasured(errors, allowed, shard)) and row.max_ulp > 0:
             unjudged = _says_nothing(in_double(whole), limit)
         return replace(row, problem=problem, unjudged=unjudged), products
 
@@ -378,21 +377,10 @@ def _distances(
     return errors.reshape(shape), ratios.reshape(shape), row, angle
 
 
-def _described(
-    path: str,
-    wanted: Mapping[str, np.ndarray | None],
-    shard: Shard,
-    ratio: np.ndarray,
-) -> str:
-    """Describes a failing shard in the words of `diagnose`."""
-    return described_shard(path, wanted, shard, shard.values, ratio)
-
-
 def described_shard(
     path: str,
     wanted: Mapping[str, np.ndarray | None],
     shard: Shard,
-    found: np.ndarray,
     ratio: np.ndarray,
     what: str = "",
 ) -> str:
@@ -401,8 +389,7 @@ def described_shard(
     Args:
       path: The path of its leaf.
       wanted: The reference's leaves by path, whole.
-      shard: The shard, with its position.
-      found: The candidate's numbers there.
+      shard: The shard, with its position and the candidate's numbers.
       ratio: error/bound of each number.
       what: What these numbers are, such as "its step: "; empty for the leaf itself.
     """
@@ -418,10 +405,10 @@ def described_shard(
         sizes = {x: np.nan_to_num(ratio[i], nan=np.inf).max() for x, i in wrong.items()}
         index = wrong[max(sizes, key=sizes.__getitem__)]
         part = Shard(index, shard.values[index])
-        told = described_shard(path, wanted, part, found[index], ratio[index], what)
+        told = described_shard(path, wanted, part, ratio[index], what)
         return f"on {' and '.join(wrong)} alone, {told}"
     where = f"in {shard.place}, " if shard.index else ""
-    return f"{where}{what}{diagnose(path, slices, found, ratio, shard.origin)}"
+    return f"{where}{what}{diagnose(path, slices, shard.values, ratio, shard.origin)}"
 
 
 def _assumed(
@@ -452,32 +439,27 @@ def _no_number(given: object) -> bool:
     return np.asarray(given).dtype.kind not in "biuf"
 
 
-def _blind(expected: np.ndarray, limit: Limit) -> bool:
-    """Whether zero would pass although the gradient is not zero to rounding."""
+def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
+    """Words if zero would pass although the gradient is not zero to rounding."""
     allowed = np.broadcast_to(limit.bound, expected.shape)
     if (np.abs(expected) > allowed).any():
-        return False
+        return ""
     size = np.broadcast_to(limit.size, expected.shape)
     # An entry without a bound is right bit for bit here, and says nothing of others.
     known = np.isfinite(allowed)
     allowed, size, expected = allowed[known], size[known], expected[known]
     # See the end of the derivation in `bound`.
     wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
-    return bool(wide and size.any())
-
-
-def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
-    allowed = np.broadcast_to(limit.bound, expected.shape)
-    known = np.isfinite(allowed)
-    largest, widest = np.max(np.abs(expected[known])), np.max(allowed[known])
+    if not (wide and size.any()):
+        return ""
     return (
-        f"rounding explains differences up to {widest:.1e}, and the largest entry is "
-        f"{largest:.1e}: zero would pass too"
+        f"rounding explains differences up to {np.max(allowed):.1e}, and the largest "
+        f"entry is {np.max(np.abs(expected)):.1e}: zero would pass too"
     )
 
 
 def _other_choices(limit: Limit, shard: Shard, error: np.ndarray) -> str:
-    """Words if decisions within rounding explain what the bound does not; or none."""
+    """Words if decisions within rounding explain what the bound does not."""
     other = limit.undecided
     if other is None:
         return ""
@@ -491,7 +473,11 @@ def _other_choices(limit: Limit, shard: Shard, error: np.ndarray) -> str:
     return f"{other.words}: here other choices explain differences up to {most:.1e}"
 
 
-def _unmeasured(error: np.ndarray, hidden: np.ndarray, shard: Shard) -> str:
+def _unmeasured(error: np.ndarray, allowed: np.ndarray, shard: Shard) -> str:
+    """Words if an entry has no bound, which may hide any difference."""
+    hidden = ~np.isfinite(allowed) & (error > 0)
+    if not hidden.any():
+        return ""
     entry = np.argwhere(hidden)[0]
     place = (entry + np.array(shard.origin, int) if shard.index else entry).tolist()
     return (

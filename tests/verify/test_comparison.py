@@ -16,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jdist import VerificationError, verify
 from jdist.verify.bound import Limit, bound
-from jdist.verify.comparison import _described, _Judged, compare_leaves, ulp_distance
+from jdist.verify.comparison import (
+    _Judged,
+    compare_leaves,
+    described_shard,
+    ulp_distance,
+)
 from jdist.verify.processes.shards import HeldArray, Shard
 
 
@@ -326,7 +331,7 @@ def in_shards(expected, got, limit, cuts, again=()):
         for first, pairs in ((True, edges), (False, [edges[i] for i in again]))
         for a, b in pairs
     ]
-    judged = _Judged("mine", {"w": expected}, {"w": limit}, _described, "")
+    judged = _Judged("mine", {"w": expected}, {"w": limit}, described_shard, "")
     return judged.finding("w", {"w": HeldArray("float32", got.shape, tuple(own))})
 
 
@@ -400,7 +405,9 @@ def test_the_shard_that_fails_is_named(rng):
 def test_a_process_without_a_shard_of_a_leaf_has_nothing_against_it(rng):
     """Other processes have its numbers; its kind is compared all the same."""
     expected = rng.normal(size=(7, 3)).astype(np.float32)
-    judged = _Judged("mine", {"w": expected}, {"w": Limit(1.0, 1.0)}, _described, "")
+    judged = _Judged(
+        "mine", {"w": expected}, {"w": Limit(1.0, 1.0)}, described_shard, ""
+    )
     row = judged.finding("w", {"w": HeldArray("float32", (7, 3), ())}).row
     assert (row.verdict, row.ratio, row.max_rel) == ("bit-equal", 0, 0)
     row = judged.finding("w", {"w": HeldArray("float32", (3, 7), ())}).row

@@ -667,20 +667,21 @@ def _described(
 ) -> str:
     """The words for a shard that fails, in terms of the leaf's step."""
     steps: dict[str, np.ndarray | None] = {**wanted}
-    got, what = shard.values, ""
+    what = ""
     if path in moment.moves:
         steps = {**moment.moves}
         wide = moment.moves[path].dtype
         before = np.asarray(moment.before[path])[shard.index]
         # Subtracted in double precision: the step is far smaller than the parameter.
-        got, what = got.astype(wide) - before.astype(wide), "its step: "
+        step = shard.values.astype(wide) - before.astype(wide)
+        shard, what = replace(shard, values=step), "its step: "
     if path in moment.stale:
         steps[STALE] = moment.stale[path]
-    told = described_shard(path, steps, shard, got, ratio, what)
+    told = described_shard(path, steps, shard, ratio, what)
     own = wanted[path]
     # A factor would say nothing of one number of many, and everything of a norm.
     if within(path, VALUES) and own is not None and own.size == 1 and own.all():
-        told += f"; it is {(got / own).item():.4g} times the reference"
+        told += f"; it is {(shard.values / own).item():.4g} times the reference"
     return told
 
 
