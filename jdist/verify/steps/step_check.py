@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,14 +152,12 @@ def step(  # noqa: PLR0913 - options, by keyword
     """
     check_options("step", reduction, accumulation)
     options = weights, reduction, accumulation
-    problem = _Problem(loss_fn, update, state, batches, *options)
-    if candidates is None:
-        candidates = loss_fn
-        problem = problem._replace(function=update, update=WHOLE)
+    whole = candidates is None
+    given = (update, state, batches) if whole else (loss_fn, update, state, batches)
     with joined(timeout) as peers, on_one_device(state, batches):
-        _check(problem)
-        named = _named(problem, candidates)
-        return agreed(_report(_reference(problem), peers, named), peers)
+        named = _named(loss_fn if whole else candidates, whole)
+        steps = _reference(whole)(*given, *options)
+        return agreed(_report(steps, peers, named), peers)
 
 
 def step_judge(
@@ -210,62 +208,21 @@ def step_judge(
     """
     check_options("step", reduction, accumulation)
     options = weights, reduction, accumulation
-    problem = _Problem(loss_fn, update, state, batches, *options)
-    if batches is None:
-        problem = _Problem(loss_fn, WHOLE, update, state, *options)
-    given = problem.state, problem.batches
-    with joined(timeout), on_one_device(*given):
-        _check(problem)
-        steps = _reference(problem)
+    whole = batches is None
+    given = (loss_fn, update, state) if whole else (loss_fn, update, state, batches)
+    with joined(timeout), on_one_device(*given[-2:]):
+        steps = _reference(whole)(*given, *options)
 
     def judge(candidates: Any) -> Report:
-        with joined(timeout) as peers, on_one_device(*given):
-            return agreed(_report(steps, peers, _named(problem, candidates)), peers)
+        with joined(timeout) as peers, on_one_device(*given[-2:]):
+            return agreed(_report(steps, peers, _named(candidates, whole)), peers)
 
     return judge
 
 
-WHOLE: Final = "whole"
-"""In the place of an update: the step is one function."""
-
-
-class _Problem(NamedTuple):
-    """The reference's steps: of a loss and an update, or of one function, `WHOLE`.
-
-    The options are as in `step`.
-    """
-
-    function: Callable[..., Any]
-    update: Callable[..., Any] | Literal["whole"]
-    state: PyTree
-    batches: Any
-    weights: Sequence[Any] | None
-    reduction: str
-    accumulation: DTypeLike | None
-
-
-def _check(problem: _Problem) -> None:
-    """Raises for a problem whose reference steps cannot be measured."""
-    if problem.update == WHOLE:
-        if problem.weights is not None or problem.reduction != "mean":
-            rule, got = "need a loss and candidates", "two steps"
-            remedy = "The reference step has its own."
-            call = "step(weights=..., reduction=...)"
-            raise ValueError(requirement(call, rule, got, remedy))
-        return
-    _check_state(problem.state)
-    batch, _ = _weighted(problem.batches, problem.weights)[0]
-    check_function("step(loss_fn)", problem.function)
-    check_function("step(update)", problem.update)
-    loss, (params, _, *states) = problem.function, problem.state
-    if states:
-        loss = partial(loss, states=brought(states[0]))
-    check_loss("step", loss, params, batch)
-
-
-def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any]]:
-    """The candidates by name, which are checked."""
-    if problem.update != WHOLE:
+def _named(candidates: Any, whole: bool) -> Mapping[str, Callable[..., Any]]:
+    """The candidates by name, which are checked; `whole` if each is one function."""
+    if not whole:
         check_candidates("step", candidates)
     elif not isinstance(candidates, Mapping):
         return {"step_fn": candidates}
@@ -276,51 +233,63 @@ def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any
     return named
 
 
-def _reference(problem: _Problem) -> _Steps:
-    """Measures the reference's steps."""
-    if problem.update == WHOLE:
-        return _whole_steps(problem)
-    training = Training(
-        problem.function,
-        problem.update,
-        len(problem.state) == 3,
-        problem.reduction,
-        problem.accumulation,
-    )
-    weighted = _weighted(problem.batches, problem.weights)
-    return _composed_steps(training, problem.state, weighted)
+def _reference(whole: bool) -> Callable[..., _Steps]:
+    """What measures the reference's steps, given functions, state, batches, options."""
+    return _whole_steps if whole else _composed_steps
 
 
 def _composed_steps(
-    training: Training, state: tuple[PyTree, ...], batches: Sequence[tuple[PyTree, Any]]
+    loss_fn: Callable[..., Any],
+    update: Callable[..., Any],
+    state: tuple[PyTree, ...],
+    batches: Any,
+    weights: Sequence[Any] | None,
+    *options: Any,
 ) -> _Steps:
     """The steps of a loss's gradient and an update."""
-    states = tuple(state[2:]) or ((),)
-    losses = partial(training.losses, states=brought(states[0]))
-    check = partial(check_problem, "step", losses, state[0], names=("state", "batches"))
-    start = _arrays((*state[:2], *states))
-    given = [batch for batch, _ in batches]
-    with _no_single_batch(partial(losses, brought(state[0])), brought(given)):
+    _check_state(state)
+    weighted = _weighted(batches, weights)
+    check_function("step(loss_fn)", loss_fn)
+    check_function("step(update)", update)
+    params, _, *states = state
+    own = {"states": brought(states[0])} if states else {}
+    check_loss("step", partial(loss_fn, **own), params, batches[0])
+    training = Training(loss_fn, update, bool(states), *options)
+    losses = partial(training.losses, states=own.get("states", ()))
+    check = partial(check_problem, "step", losses, params, names=("state", "batches"))
+    start = _arrays((*state, ())[:3])
+    with _no_single_batch(partial(losses, brought(params)), brought(batches)):
         # Every batch is checked before the first step of any candidate is run.
-        for batch, weight in batches:
+        for batch, weight in weighted:
             check(batch, weight, training.reduction)
         # A list, because every candidate goes through these steps.
-        moments = list(trajectory(training, brought(start), brought(batches)))
+        moments = list(trajectory(training, brought(start), brought(weighted)))
     # Candidates of a model without a state take no `states`.
     start = start[: len(state)]
     draws = gradient_of_sum(losses)
-    return _Steps(start, given, moments, _trained, draws, attributed)
+    return _Steps(start, batches, moments, _trained, draws, attributed)
 
 
-def _whole_steps(problem: _Problem) -> _Steps:
+def _whole_steps(
+    reference_step: Callable[..., Any],
+    state: PyTree,
+    batches: Any,
+    weights: Sequence[Any] | None,
+    reduction: str,
+    accumulation: DTypeLike | None,
+) -> _Steps:
     """The steps of a reference step of a whole state."""
-    reference_step, _, state, *_ = problem
-    batches = [batch for batch, _ in _weighted(problem.batches, None)]
+    if weights is not None or reduction != "mean":
+        rule, got = "need a loss and candidates", "two steps"
+        remedy = "The reference step has its own."
+        call = "step(weights=..., reduction=...)"
+        raise ValueError(requirement(call, rule, got, remedy))
+    _weighted(batches, None)
     start = _arrays(state)
     own, given = brought(start), brought(batches)
     with _no_single_batch(partial(reference_step, own), given):
         reference = ReferenceStep(reference_step, own, given[0])
-        moments = list(reference.moments(own, given, problem.accumulation))
+        moments = list(reference.moments(own, given, accumulation))
     missed = ", ".join(sorted(reference.unmeasured))
     note = f"the rounding of {missed} was not measured: there the bound is too narrow"
     return _Steps(
