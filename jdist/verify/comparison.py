@@ -296,8 +296,7 @@ class _Judged:
         assert whole is not None, "a None beside a None is not looked at"
         assert array is not None, "its kind is the reference's"
         if not array.shards:  # Other processes have the leaf.
-            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
-            return Finding(same, replicas=array.replicas)
+            return Finding(_equal(row), replicas=array.replicas)
         own = [self._of_shard(row, whole, shard) for shard in array.shards]
         # In the angle, replicas of a shard would otherwise count more than once.
         first = [of for (_, of), x in zip(own, array.shards, strict=True) if x.first]
@@ -313,8 +312,7 @@ class _Judged:
             if not np.array_equal(reference, found):
                 problem = "values that are not floating must be equal"
                 return replace(row, problem=problem), Products()
-            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
-            return same, Products()
+            return _equal(row), Products()
         allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
         errors, ratios, row, products = _distances(row, whole, shard, allowed)
         worst = row.ratio
@@ -331,6 +329,11 @@ class _Judged:
         elif not (unjudged := _unmeasured(errors, allowed, shard)) and row.max_ulp > 0:
             unjudged = _says_nothing(in_double(whole), limit)
         return replace(row, problem=problem, unjudged=unjudged), products
+
+
+def _equal(row: LeafReport) -> LeafReport:
+    """The row of a leaf without a difference."""
+    return replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
 
 
 def _distances(
@@ -363,16 +366,10 @@ def _distances(
             products += [np.vdot(x, y).real for x, y in ((a, b), (a, a), (b, b))]
         each = (error, relative, ulp_distance(own, other), ratio)
         most = np.maximum(most, [np.max(x) for x in each])
-    absolute, furthest, ulps, largest = most.tolist()
     angle = Products(*products.tolist())
-    row = replace(
-        row,
-        max_abs=absolute,
-        max_rel=furthest,
-        max_ulp=ulps,
-        ratio=largest,
-        cosine=angle.cosine,
-    )
+    names = "max_abs", "max_rel", "max_ulp", "ratio"
+    numbers: dict[str, Any] = dict(zip(names, most.tolist(), strict=True))
+    row = replace(row, **numbers, cosine=angle.cosine)
     shape = reference.shape
     return errors.reshape(shape), ratios.reshape(shape), row, angle
 

@@ -39,7 +39,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.typing import ArrayLike
 
-from jdist._compat import equations_in
+from jdist._compat import equations_in, inner_programs
 from jdist.verify.bound import single_of, wide_of
 from jdist.verify.evaluation.compilation import TINY, quick_to_compile
 from jdist.verify.evaluation.lockstep import (
@@ -680,10 +680,8 @@ def _decisions(group: Sequence[Equation]) -> frozenset[str]:
 def _all(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     """An equation and those in its programs."""
     yield equation
-    for value in equation.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from equations_in(inner)
+    for inner in inner_programs(equation):
+        yield from equations_in(inner)
 
 
 def _variables(equation: Equation) -> list[InlinedVariable]:

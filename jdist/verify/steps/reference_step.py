@@ -41,7 +41,6 @@ from jdist.verify.steps.trajectory import (
     named,
     on_host,
     size_of,
-    sized,
     stacked,
     starts,
     unsized,
@@ -150,7 +149,7 @@ class ReferenceStep:
                     wanted,
                     limits,
                     moves,
-                    sized(moves, sizes),
+                    dict(zip(moves, sizes, strict=True)),
                     notes=rounding_note(program),
                     otherwise=otherwise,
                 )

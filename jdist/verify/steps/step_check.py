@@ -44,7 +44,7 @@ from jdist.verify.steps.attribution import (
 from jdist.verify.steps.reference_step import ReferenceStep, named_state
 from jdist.verify.steps.tapped_values import VALUES, shown_values
 from jdist.verify.steps.trajectory import Moment, Training, trajectory
-from jdist.verify.tracing.recording import TapRecord, TapRecording
+from jdist.verify.tracing.recording import TapRecording
 
 
 class Trained(NamedTuple):
@@ -532,7 +532,13 @@ def _trained(
 ) -> _Shown:
     """Takes one step of a candidate with parameters and states."""
     tapped = [path for path in moment.wanted if within(path, VALUES)]
-    result, records = _recorded(bool(tapped), name, candidate, (*given, batch))
+    # Only of an update with taps: a recording traces a compiled step again.
+    recording = TapRecording() if tapped else contextlib.nullcontext()
+    with recording:
+        result = called("step", name, candidate, (*given, batch))
+        if tapped:
+            # Taps arrive while the program runs, which must end within the recording.
+            jax.block_until_ready(result)
     parts = "params, opt_state, states" if len(given) == 3 else "params, opt_state"
     call = f"candidates[{name!r}]({parts}, batch)"
     if not isinstance(result, Trained):
@@ -554,31 +560,14 @@ def _trained(
     leaves = named_leaves({p: x for p, x in found.items() if p not in kept})
     values: dict[str, np.ndarray] = {}
     # Devices of other processes show their values there.
-    if peers.size == 1:
-        values = shown_values(records, moment.wanted, moment.limits)
+    if isinstance(recording, TapRecording) and peers.size == 1:
+        values = shown_values(recording.records, moment.wanted, moment.limits)
     unseen = tuple(path for path in tapped if path not in values)
     leaves |= values
     kept += unseen
     then = (result.params, result.opt_state, result.states)[: len(given)]
     # A call of a trainer that keeps its optimizer's state is a further step.
     return _Shown(leaves, kept, then, result.opt_state is not None, unseen)
-
-
-def _recorded(
-    tapped: bool,
-    name: str,
-    candidate: Callable[..., Any],
-    arguments: tuple[PyTree, ...],
-) -> tuple[Any, Sequence[TapRecord]]:
-    """The result of a candidate, and its taps' records if the update has taps."""
-    # A recording traces a compiled step again.
-    if not tapped:
-        return called("step", name, candidate, arguments), ()
-    with TapRecording() as recording:
-        result = called("step", name, candidate, arguments)
-        # Taps arrive while the program runs, which must end within the recording.
-        jax.block_until_ready(result)
-    return result, recording.records
 
 
 def _advanced(

@@ -282,7 +282,7 @@ def trajectory(
             {**on_host(gradients), **values, **wanted},
             {**_gradient_limits(gradients, measured, slopes), **bounds, **limits},
             moves,
-            sized(moves, sizes),
+            dict(zip(moves, sizes, strict=True)),
             Composed((params, gradient, opt_state), pieces_of(update)),
             _stale(begin, batch, own),
             partial(_in_parts, training, gradient_of, begin.state, weighted),
@@ -592,13 +592,6 @@ def unsized(value: Value) -> Value:
 def size_of(value: PrecisionPair) -> np.ndarray:
     """The size of what was added to a leaf; 0 where it is unknown."""
     return np.zeros(()) if value.size is None else np.asarray(value.size)
-
-
-def sized(
-    moves: Mapping[str, np.ndarray], sizes: Sequence[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """The sizes of the exact run by path."""
-    return dict(zip(moves, sizes, strict=True))
 
 
 # --- their limits ---
