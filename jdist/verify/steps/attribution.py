@@ -76,6 +76,64 @@ class Accumulator(NamedTuple):
         return np.asarray(limit.bound) / abs(self.factor)
 
 
+class _Wrong(NamedTuple):
+    """A wrong step of a trainer.
+
+    Attributes:
+      rows: The rows of all its leaves; some fail.
+      found: Its leaves by path.
+      moment: The reference's step.
+    """
+
+    rows: Sequence[LeafReport]
+    found: Mapping[str, Any]
+    moment: Moment
+
+    @property
+    def failing(self) -> list[str]:
+        """The leaves that fail."""
+        return [row.path for row in self.rows if row.problem]
+
+    @property
+    def updated(self) -> list[str]:
+        """Those among the new parameters and the optimizer's state."""
+        return list(_updated(dict.fromkeys(self.failing)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all new parameters and the state are there, of the right shapes."""
+        wanted = _updated(self.moment.wanted).items()
+        return all(_alike(self.found.get(path), x) for path, x in wanted)
+
+    def worst(self, *parts: str) -> str:
+        """The worst leaf of some parts, and why it fails; others that fail too."""
+        own = (
+            r for r in self.rows if r.problem and any(within(r.path, p) for p in parts)
+        )
+        row, *others = worst_first(own)
+        also = ", ".join(other.path for other in others[:TOLD])
+        return f"{row.path}: {row.problem}" + (f"; also wrong: {also}" if also else "")
+
+    def error(self, path: str) -> np.ndarray:
+        """A leaf without the reference's, float64."""
+        return in_double(self.found[path]) - in_double(self.moment.wanted[path])
+
+    def way(self, path: str) -> np.ndarray:
+        """A leaf without that before the step, float64."""
+        return in_double(self.found[path]) - self.moment.before[path]
+
+    def width(self, path: str) -> np.ndarray:
+        """The bound of a floating leaf."""
+        limit = self.moment.limits[path]
+        assert limit is not None, f"{path} is floating"
+        return np.broadcast_to(limit.bound, np.shape(self.moment.wanted[path]))
+
+    def is_made_so(self, path: str, made: ArrayLike) -> bool:
+        """Whether a leaf is this, up to rounding or a small part of its error."""
+        rest = in_double(self.found[path]) - np.asarray(made)
+        return _fits(rest, self.error(path), self.width(path))
+
+
 def attributed(
     rows: Sequence[LeafReport], found: Mapping[str, Any], moment: Moment, step: int
 ) -> tuple[Attribution, ...]:
@@ -87,31 +145,29 @@ def attributed(
       moment: The reference's step.
       step: Its number, from 1.
     """
-    name = rows[0].candidate
-    failing = [row.path for row in rows if row.problem]
-    parts: list[tuple[str, str]] = []
+    # No gradient can be read off leaves of other processes.
+    wrong = _Wrong(rows, {path: _whole(x) for path, x in found.items()}, moment)
+    failing, parts = wrong.failing, list[tuple[str, str]]()
     if any(within(path, "states") for path in failing):
-        parts.append(("model state", _worst(rows, "states")))
-    updated = [p for p in failing if within(p, "params") or within(p, "state")]
+        parts.append(("model state", wrong.worst("states")))
     values = [row for row in rows if within(row.path, VALUES)]
     if any(within(path, "gradient") for path in failing):
-        worst = _worst(rows, "gradient")
-        clip = _clip_of_shown(found, moment)
+        worst, clip = wrong.worst("gradient"), _clip_of_shown(wrong)
         parts.append((CLIPPING, f"{clip}. {worst}") if clip else ("gradient", worst))
     # A tapped value, or the model's state alone, is wrong: no more is to be inferred.
-    elif not updated or any(row.problem for row in values):
+    elif not wrong.updated or any(row.problem for row in values):
         pass
     elif any(within(path, "gradient") for path in found):
-        why = f"its gradient is right; {_worst(rows, 'params', 'state')}"
-        clip = _clip_of_state(found, moment)
-        turns = "" if clip else _in_turns(updated, found, moment)
-        multiples = _multiples(updated, found, moment)
-        words = clip, turns, multiples, _decayed(found, moment), why
-        told = "; ".join(filter(None, words))
+        why = f"its gradient is right; {wrong.worst('params', 'state')}"
+        clip = _clip_of_state(wrong)
+        turns = "" if clip else _in_turns(wrong)
+        told = "; ".join(
+            filter(None, (clip, turns, _multiples(wrong), _decayed(wrong), why))
+        )
         parts.append((CLIPPING if clip else "optimizer update", told))
     else:
-        parts.append(_inferred(rows, updated, found, moment))
-    parts = _with_values(parts, values)
+        parts.append(_inferred(wrong))
+    name, parts = rows[0].candidate, _with_values(parts, values)
     return tuple(Attribution(name, step, part, why) for part, why in parts)
 
 
@@ -148,13 +204,14 @@ def attributed_of_whole(
       moment: As in `attributed`.
       step: As in `attributed`.
     """
-    name = rows[0].candidate
-    failing = [row.path for row in rows if row.problem]
-    updated = [path for path in failing if _is_updated(path)]
-    places = dict.fromkeys(p.partition("/")[0] for p in failing if p not in updated)
-    parts = [(_PARTS.get(x, x), _worst(rows, x)) for x in places]
+    wrong = _Wrong(rows, found, moment)
+    updated = [path for path in wrong.failing if _is_updated(path)]
+    rest = (path for path in wrong.failing if path not in updated)
+    places = dict.fromkeys(path.partition("/")[0] for path in rest)
+    parts = [(_PARTS.get(x, x), wrong.worst(x)) for x in places]
     if updated:
-        parts.append(_of_update(of_batch, rows, updated, found, moment))
+        parts.append(_of_update(of_batch, wrong, updated))
+    name = rows[0].candidate
     return tuple(Attribution(name, step, part, why) for part, why in parts)
 
 
@@ -171,14 +228,11 @@ def _is_updated(path: str) -> bool:
 
 
 def _of_update(
-    of_batch: Mapping[str, bool],
-    rows: Sequence[LeafReport],
-    failing: list[str],
-    found: Mapping[str, Any],
-    moment: Moment,
+    of_batch: Mapping[str, bool], wrong: _Wrong, failing: list[str]
 ) -> tuple[str, str]:
     """The part, and why, of wrong parameters or a wrong optimizer state."""
-    update, worst = "optimizer update", _worst(rows, *failing)
+    update, worst = "optimizer update", wrong.worst(*failing)
+    _, found, moment = wrong
     # Such as a count: no gradient can make it wrong.
     fixed = [path for path in failing if not of_batch.get(path)]
     if fixed:
@@ -241,59 +295,43 @@ def within(path: str, part: str) -> bool:
     return path == part or path.startswith(f"{part}/")
 
 
-def _worst(rows: Sequence[LeafReport], *parts: str) -> str:
-    own = (r for r in rows if r.problem and any(within(r.path, p) for p in parts))
-    row, *others = worst_first(own)
-    also = ", ".join(other.path for other in others[:TOLD])
-    return f"{row.path}: {row.problem}" + (f"; also wrong: {also}" if also else "")
-
-
-def _clip_of_shown(found: Mapping[str, Any], moment: Moment) -> str:
+def _clip_of_shown(wrong: _Wrong) -> str:
     """The clip that explains a gradient that the trainer shows; empty if none does."""
-    right = {p: x for p, x in moment.wanted.items() if within(p, "gradient")}
+    right = {p: x for p, x in wrong.moment.wanted.items() if within(p, "gradient")}
     right = {p: x for p, x in right.items() if x is not None}
-    shown = {path: x for path in right if (x := _whole(found.get(path))) is not None}
-    if not all(_alike(shown.get(path), x) for path, x in right.items()):
+    shown = {path: wrong.found.get(path) for path in right}
+    if not all(_alike(shown[path], x) for path, x in right.items()):
         return ""
-    return clipped_in_parts(shown, right, moment)
+    return clipped_in_parts(shown, right, wrong.moment)
 
 
-def _clip_of_state(found: Mapping[str, Any], moment: Moment) -> str:
+def _clip_of_state(wrong: _Wrong) -> str:
     """The clip that explains an optimizer's state; empty if none does."""
-    whole = {path: _whole(leaf) for path, leaf in found.items()}
-    if moment.composed is None or not _complete(whole, moment):
+    moment = wrong.moment
+    if moment.composed is None or not wrong.complete:
         return ""
     accumulators = _accumulators(moment) or {}
     own, gradient = (
         {path: x.gradient(leaves) for path, x in accumulators.items()}
-        for leaves in (moment.wanted, whole)
+        for leaves in (moment.wanted, wrong.found)
     )
     return clipped_in_parts(gradient, own, moment) if gradient else ""
 
 
-def _inferred(
-    rows: Sequence[LeafReport],
-    failing: list[str],
-    found: Mapping[str, Any],
-    moment: Moment,
-) -> tuple[str, str]:
+def _inferred(wrong: _Wrong) -> tuple[str, str]:
     """The part, and why, from the optimizer's state alone."""
-    why = f"{_worst(rows, 'params', 'state')}. {SHOW}"
-    multiples = _multiples(failing, found, moment)
-    unknown = (UNKNOWN, f"{multiples}; {why}" if multiples else why)
-    whole = {path: _whole(leaf) for path, leaf in found.items()}
-    # No gradient can be read off leaves of other shapes or of other processes.
-    if not _complete(whole, moment):
-        factor = _factor_of_gradient(failing, whole, moment)
+    moment, worst = wrong.moment, wrong.worst("params", "state")
+    told = "; ".join(filter(None, (_multiples(wrong), worst)))
+    unknown = UNKNOWN, f"{told}. {SHOW}"
+    if not wrong.complete:
+        factor = _factor_of_gradient(wrong)
         if factor is None:
             return unknown
         why = f"its step is that of about {factor:.3g} times the gradient"
-        return "gradient", f"{why}; {_worst(rows, 'params')}"
-    if told := (
-        _made_anew(failing, whole, moment) or _in_turns(failing, whole, moment)
-    ):
-        return "optimizer update", f"{told}; {_worst(rows, 'params', 'state')}"
-    fixed = [p for p in failing if moment.limits[p] is None]
+        return "gradient", f"{why}; {wrong.worst('params')}"
+    if told := _made_anew(wrong) or _in_turns(wrong):
+        return "optimizer update", f"{told}; {worst}"
+    fixed = [p for p in wrong.updated if moment.limits[p] is None]
     if fixed:
         why = f"{fixed[0]}, which does not depend on the gradient, is wrong"
         return "optimizer update", why
@@ -301,47 +339,43 @@ def _inferred(
     accumulators = _accumulators(moment)
     if accumulators is None:
         return unknown
-    return _of_gradient(rows, failing, whole, accumulators, moment) or unknown
+    return _of_gradient(wrong, accumulators) or unknown
 
 
 def _of_gradient(
-    rows: Sequence[LeafReport],
-    failing: list[str],
-    found: Mapping[str, Any],
-    accumulators: Mapping[str, Accumulator],
-    moment: Moment,
+    wrong: _Wrong, accumulators: Mapping[str, Accumulator]
 ) -> tuple[str, str] | None:
     """The part, and why, given the gradient that the optimizer was given."""
+    moment, worst = wrong.moment, wrong.worst("params", "state")
     # The reference's is read off too: it may have been clipped.
     own = {p: x.gradient(moment.wanted) for p, x in accumulators.items()}
-    gradient = {p: x.gradient(found) for p, x in accumulators.items()}
+    gradient = {p: x.gradient(wrong.found) for p, x in accumulators.items()}
     ratios = {
         p: np.abs(gradient[p] - own[p]) / x.bound(moment)
         for p, x in accumulators.items()
     }
-    wrong = [path for path, ratio in ratios.items() if (ratio > 1).any()]
-    if not wrong:
+    off = [path for path, ratio in ratios.items() if (ratio > 1).any()]
+    if not off:
         right = "optimizer state"
-        if any(within(path, "state") for path in failing):
+        if any(within(path, "state") for path in wrong.updated):
             right = next(iter(accumulators.values())).name
-        words = f"its {right} is right", _decayed(found, moment)
-        worst = _worst(rows, "params", "state")
-        return "optimizer update", "; ".join(filter(None, (*words, worst)))
+        words = f"its {right} is right", _decayed(wrong), worst
+        return "optimizer update", "; ".join(filter(None, words))
     if clip := clipped_in_parts(gradient, own, moment):
-        return CLIPPING, f"{clip}; {_worst(rows, 'params', 'state')}"
+        return CLIPPING, f"{clip}; {worst}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
     # mistake, and its update of that gradient would agree.
-    decay = _decay({path: gradient[path] - own[path] for path in wrong}, moment)
+    decay = _decay({path: gradient[path] - own[path] for path in off}, moment)
     if decay is not None:
         why = f"as if a weight decay of {decay:.3g} were added to the gradient"
-        return "optimizer update", f"{why} of {', '.join(map(bare, wrong))}"
-    if not _explained(failing, found, gradient, moment):
+        return "optimizer update", f"{why} of {', '.join(map(bare, off))}"
+    if not _explained(wrong, gradient):
         return None
-    worst = max(wrong, key=lambda path: float(ratios[path].max()))
-    known = own | ({STALE: moment.stale[worst]} if worst in moment.stale else {})
-    told = diagnose(worst, known, gradient[worst], ratios[worst])
+    path = max(off, key=lambda path: float(ratios[path].max()))
+    known = own | ({STALE: moment.stale[path]} if path in moment.stale else {})
+    told = diagnose(path, known, gradient[path], ratios[path])
     why = "its optimizer state is the reference's update of another gradient, of"
-    return "gradient", f"{why} {bare(worst)}: {told}"
+    return "gradient", f"{why} {bare(path)}: {told}"
 
 
 def _updated(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,12 +397,6 @@ def _alike(leaf: Shaped | None, reference: Shaped | None) -> bool:
     if reference is None:
         return leaf is None
     return leaf is not None and leaf.shape == reference.shape
-
-
-def _complete(found: Mapping[str, Any], moment: Moment) -> bool:
-    """Whether all leaves of the new parameters and state have the right shapes."""
-    updated = _updated(moment.wanted).items()
-    return all(_alike(found.get(path), x) for path, x in updated)
 
 
 def bare(path: str) -> str:
@@ -459,16 +487,18 @@ def _updated_from(
 # --- an update for each part of the batch ---
 
 
-def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> str:
+def _in_turns(wrong: _Wrong) -> str:
     """The micro-batches that an update ran once for each, in words; empty if for none.
 
     It moves the parameters by each in turn, or by the mean of all moves: momenta tell.
     """
-    if moment.composed is None or not _complete(found, moment):
+    moment, failing = wrong.moment, wrong.updated
+    if moment.composed is None or not wrong.complete:
         return ""
     names = [p for p, x in _updated(moment.wanted).items() if x is not None]
-    states = [p for p in _floating(moment) if within(p, "state") and p in failing]
-    told = states or [p for p in _floating(moment) if p in failing]
+    own = [p for p in _floating(moment) if p in failing]
+    states = [p for p in own if within(p, "state")]
+    told = states or own
     if not told:
         return ""
 
@@ -478,23 +508,15 @@ def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> s
             # Each micro-batch's share of the gradient, or a gradient of its own.
             for scales in dict.fromkeys([tuple(shares), (1.0,) * count]):
                 state = begin
-                for scale, own in zip(scales, gradients, strict=True):
-                    given = [x for p, x in own.items() if x is not None]
+                for scale, part in zip(scales, gradients, strict=True):
+                    given = [x for p, x in part.items() if x is not None]
                     slope = [scale * in_double(x) for x in given]
                     after = _updated_from(moment, state, slope)
                     state = [x if is_inexact(x.rounded) else x.rounded for x in after]
                 made = {p: x.wide for p, x in zip(names, after, strict=True)}
-                if all(_explains(np.asarray(made[p]), p, found, moment) for p in told):
+                if all(wrong.is_made_so(p, made[p]) for p in told):
                     return _turns_told(count, states, moment)
     return ""
-
-
-def _explains(
-    made: np.ndarray, path: str, found: Mapping[str, Any], moment: Moment
-) -> bool:
-    """Whether a leaf was made so, up to rounding or a small part of its error."""
-    got, reference = in_double(found[path]), in_double(moment.wanted[path])
-    return _fits(got - made, got - reference, _width(moment, path))
 
 
 def _turns_told(count: int, states: Sequence[str], moment: Moment) -> str:
@@ -514,35 +536,27 @@ def _floating(moment: Moment) -> list[str]:
     return [path for path, x in updated if x is not None and is_inexact(x)]
 
 
-def _explained(
-    failing: list[str],
-    found: Mapping[str, Any],
-    gradient: Mapping[str, np.ndarray],
-    moment: Moment,
-) -> bool:
+def _explained(wrong: _Wrong, gradient: Mapping[str, np.ndarray]) -> bool:
     """Whether the reference's update of that gradient gives what was found."""
-    order = [p for p, x in moment.wanted.items() if p in gradient and x is not None]
+    wanted = wrong.moment.wanted.items()
+    order = [p for p, x in wanted if p in gradient and x is not None]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        after = _update(moment, [gradient[path] for path in order])
-    return all(_explains(np.asarray(after[p]), p, found, moment) for p in failing)
+        after = _update(wrong.moment, [gradient[path] for path in order])
+    return all(wrong.is_made_so(p, after[p]) for p in wrong.updated)
 
 
-def _factor_of_gradient(
-    failing: list[str], found: Mapping[str, Any], moment: Moment
-) -> float | None:
+def _factor_of_gradient(wrong: _Wrong) -> float | None:
     """The multiple of the gradient that explains new parameters, if that alone does.
 
     Of an optimizer that hides the scale, such as Adam, whose epsilon shows it.
     """
+    moment = wrong.moment
     params = [p for p in _floating(moment) if within(p, "params")]
-    if not all(_alike(found.get(p), moment.wanted[p]) for p in params):
+    if not all(_alike(wrong.found.get(p), moment.wanted[p]) for p in params):
         return None
-    if moment.composed is None or not all(within(p, "params") for p in failing):
+    if moment.composed is None or not all(within(p, "params") for p in wrong.updated):
         return None
-    ways = [
-        (in_double(found[p]) - moment.before[p], moment.moves[p], _width(moment, p))
-        for p in params
-    ]
+    ways = [(wrong.way(p), moment.moves[p], wrong.width(p)) for p in params]
     way, move, width = (
         np.concatenate([np.ravel(x) for x in own]) for own in zip(*ways, strict=True)
     )
@@ -571,12 +585,6 @@ def _factor_of_gradient(
     return float(2.0**best) if explained and abs(best) > REST else None
 
 
-def _width(moment: Moment, path: str) -> np.ndarray:
-    limit = moment.limits[path]
-    assert limit is not None, f"{path} is floating"
-    return np.broadcast_to(limit.bound, np.shape(moment.wanted[path]))
-
-
 def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
     """Whether a rest is within the bound, or a small part of the whole error."""
     if (np.abs(rest) <= width).all():
@@ -584,17 +592,16 @@ def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
     return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
 
 
-def _multiples(failing: list[str], found: Mapping[str, Any], moment: Moment) -> str:
+def _multiples(wrong: _Wrong) -> str:
     """The factors of the steps of wrong parameters, in words, if that is all."""
     groups: dict[str, list[str]] = {}
-    for path in (path for path in failing if within(path, "params")):
-        leaf = _whole(found[path])
-        if path not in moment.moves or not _alike(leaf, moment.moves[path]):
+    for path in (path for path in wrong.updated if within(path, "params")):
+        move = wrong.moment.moves.get(path)
+        if move is None or not _alike(wrong.found.get(path), move):
             return ""
-        assert leaf is not None, "it is like its step"
-        way, move = in_double(leaf) - moment.before[path], moment.moves[path]
+        way = wrong.way(path)
         factor = nearest_factor(move, way)
-        if not _fits(way - factor * move, way - move, _width(moment, path)):
+        if not _fits(way - factor * move, way - move, wrong.width(path)):
             return ""
         groups.setdefault(f"{factor:.3g}", []).append(bare(path))
     # One leaf says so itself; and many factors are no parts.
@@ -608,30 +615,30 @@ def _multiples(failing: list[str], found: Mapping[str, Any], moment: Moment) -> 
     return f"its step is {' and '.join(each)}"
 
 
-def _made_anew(failing: list[str], found: Mapping[str, Any], moment: Moment) -> str:
+def _made_anew(wrong: _Wrong) -> str:
     """The wrong copies of the parameters that were made of them again, in words."""
-    states = [path for path in failing if within(path, "state")]
+    _, found, moment = wrong
+    states = [path for path in wrong.updated if within(path, "state")]
     for path in states:
         params = (p for p in moment.moves if within(p, "params"))
         own = next((p for p in params if path.endswith(f"/{bare(p)}")), path)
         if path not in moment.moves or moment.moves[own].shape != found[path].shape:
             return ""
         apart = in_double(moment.before[own]) - in_double(moment.before[path])
-        error = in_double(found[path]) - in_double(moment.wanted[path])
-        if not apart.any() or not _fits(error - apart, error, _width(moment, path)):
+        error = wrong.error(path)
+        if not apart.any() or not _fits(error - apart, error, wrong.width(path)):
             return ""
     told = ", ".join(states[:TOLD])
     return f"as if {told} were made anew of the parameters" if states else ""
 
 
-def _decayed(found: Mapping[str, Any], moment: Moment) -> str:
+def _decayed(wrong: _Wrong) -> str:
     """The decay that explains what is wrong in new parameters; empty if none does."""
-    added = {}
-    for path in _floating(moment):
-        own = _whole(found.get(path)) if within(path, "params") else None
-        if own is not None and path in moment.before:
-            extra = in_double(own) - in_double(moment.wanted[path])
-            added[path] = np.where(np.abs(extra) > _width(moment, path), extra, 0)
+    added, (_, found, moment) = {}, wrong
+    for path in (path for path in _floating(moment) if within(path, "params")):
+        if found.get(path) is not None and path in moment.before:
+            extra = wrong.error(path)
+            added[path] = np.where(np.abs(extra) > wrong.width(path), extra, 0)
     rate = _decay(added, moment) if added else None
     told = "times the parameters were added there (a weight decay)"
     return "" if rate is None else f"as if {rate:.3g} {told}"
