@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.verify.evaluation.lockstep import Value
-from jdist.verify.evaluation.piecewise import BOTH, Form, Pieces, Recording
+from jdist.verify.evaluation.lockstep import Form, Value
+from jdist.verify.evaluation.piecewise import BOTH, Pieces, Recording
 
 # Runs with errors of natural size; pairs of runs with larger ones, and how much larger.
 NATURAL, PAIRS, WITHIN = 8, 4, 8.0

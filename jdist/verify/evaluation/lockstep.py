@@ -47,6 +47,7 @@ from jdist.verify.bound import (
     EXTRA,
     accumulated,
     flushes,
+    single_of,
     unit_roundoff,
 )
 from jdist.verify.evaluation.products import PRODUCTS, kept_bits
@@ -66,7 +67,7 @@ class PrecisionPair:
     Attributes:
       rounded: The value as the program computes it; None in a run that has no rounded
         side.
-      wide: The value in float64, or in what `Perturbation.wider` says.
+      wide: The value in float64, or in what `Form.wider` says.
       size: The square root of the sum of squares of the terms that the value was last
         summed of: its magnitude if they do not cancel. None: the value's own.
       narrow: The dtype of less than 32 bits that the value was cast from, where a dtype
@@ -92,6 +93,37 @@ Observer = Callable[[str, Position, Sequence[PrecisionPair]], PrecisionPair]
 """`observer(name, position, values)`: passes on the first value that a tap is given."""
 
 
+# The axis along which a piece is evaluated at its recorded and at its own inputs.
+HELD = "held"
+
+
+class Form(NamedTuple):
+    """What a run computes.
+
+    Attributes:
+      rounded: Whether there is a rounded side.
+      wider: The dtypes of the wide side.
+      drawn: Whether it is perturbed.
+      sized: Whether results have sizes.
+      sizes: Their dtypes.
+      held: Whether values under `stop_gradient` are those of the recorded run. The wide
+        side then holds these and its own along the axis `HELD` of `vmap`.
+      in_parts: Whether any sum may consist of parts, each rounded to its own dtype, as
+        in a trainer that splits the batch.
+      together: Whether wide sides are those of several runs, along axis 0. They have
+        one rounded side, and sizes are those of the first.
+    """
+
+    rounded: bool
+    wider: Callable[[Any], np.dtype]
+    drawn: bool = False
+    sized: bool = False
+    sizes: Callable[[Any], np.dtype] = single_of
+    held: bool = False
+    in_parts: bool = False
+    together: bool = False
+
+
 @dataclass(slots=True)
 class Perturbation:
     """A source of random rounding errors for one scope: a program or an iteration.
@@ -100,32 +132,24 @@ class Perturbation:
       amplitude: Factor of every perturbation; None for a program that is never
         perturbed, which compiles faster.
       seed: Seed of this scope.
-      accumulation: The dtype in which sums are accumulated; None for at least float32.
-      in_parts: Whether any sum may consist of parts, each rounded to its own dtype, as
-        in a trainer that splits the batch.
-      unmeasured: Primitives whose own rounding could not be measured; shared by all
-        scopes of a program.
-      held: An axis of `vmap` along which the wide side holds several inputs. Values
-        under `stop_gradient` are held fixed at those of the first input.
-      observer: Called with both sides of every tap in the program, while it is traced.
-      loops: The position of this scope.
-      wider: The dtype of the wide side of a value, given its own.
-      sizes: The dtypes of sizes, likewise.
       pool: Random numbers in [-1, 1], float32, `(numbers,)`, from which errors are
         taken: a `noise_pool`, or None without an amplitude.
+      loops: The position of this scope.
+      form: The form of the run.
+      accumulation: The dtype in which sums are accumulated; None for at least float32.
+      unmeasured: Primitives whose own rounding could not be measured; shared by all
+        scopes of a program.
+      observer: Called with both sides of every tap in the program, while it is traced.
     """
 
     amplitude: Array | None
     seed: Array
+    pool: Array | None
+    loops: Position
+    form: Form
     accumulation: Any
     unmeasured: set[str]
-    held: str | None
     observer: Observer | None
-    in_parts: bool
-    loops: Position
-    wider: Callable[[Any], np.dtype]
-    sizes: Callable[[Any], np.dtype]
-    pool: Array | None
     _places: Iterator[int] = field(default_factory=itertools.count)
     _count: int = 0
     _hashed: dict[int, Array] = field(default_factory=dict)
@@ -287,8 +311,9 @@ def _results(
         return [noise.observe(equation.params["name"], operands)]
     if not any(map(_is_pair, operands)):
         return bind(equation, operands)
-    if name == "stop_gradient" and noise.held is not None:
-        held = _first(_wide(operands[0], noise), noise.held)
+    if name == "stop_gradient" and noise.form.held:
+        # The value at the first input, for all of them.
+        held = jax.lax.all_gather(_wide(operands[0], noise), HELD)[0]
         return [PrecisionPair(as_pair(operands[0], noise).rounded, held)]
     if name in _CONTROL:
         return _CONTROL[name](equation, operands, noise)
@@ -326,7 +351,7 @@ def _both_sides(
     found: list[Value] = []
     narrow = None if noise.accumulation is None else _narrow(equation, operands)
     for r, w in zip(results, wide, strict=True):
-        if noise.in_parts and _is_float(r) and _widens(equation):
+        if noise.form.in_parts and _is_float(r) and _widens(equation):
             w = _perturb_part(w, equation, noise)
         elif perturbed and _is_float(r):
             dtypes = r.dtype, _cast_from(operands) or r.dtype
@@ -367,11 +392,6 @@ def _cast_from(operands: list[Value]) -> np.dtype | None:
     return next(filter(None, found), None)
 
 
-def _first(wide: Array, axis: str) -> Array:
-    """The value at index 0, broadcast along an axis of `vmap`."""
-    return jax.lax.all_gather(wide, axis)[0]
-
-
 def _widely(
     equation: JaxprEqn,
     operands: list[Value],
@@ -383,21 +403,21 @@ def _widely(
     `results` are those of the rounded side, or their shapes and dtypes.
     """
     name = equation.primitive.name
-    wide = [_wide(x, noise) for x in operands]
+    wide, wider = [_wide(x, noise) for x in operands], noise.form.wider
     if name in UNMEASURED or any(map(is_key, wide)):
         return None
     if noise.amplitude is not None:
         wide = _perturb_terms(wide, equation, _cast_from(operands), noise)
     try:
         if name in _RULES:
-            return _RULES[name](_Call(equation, operands, wide, noise.wider, results))
-        found = _bind_wide(equation, wide, noise.wider)
+            return _RULES[name](_Call(equation, operands, wide, wider, results))
+        found = _bind_wide(equation, wide, wider)
     # What JAX raises for a primitive, or parameters of it, that allow no float64.
     except (TypeError, ValueError, NotImplementedError):
         return None
     # Parameters may fix the dtype or the shape of the result: it is then not wider.
     same = all(
-        w.shape == r.shape and (not _is_float(r) or w.dtype == noise.wider(r.dtype))
+        w.shape == r.shape and (not _is_float(r) or w.dtype == wider(r.dtype))
         for w, r in zip(found, results, strict=True)
     )
     return found if same else None
@@ -456,14 +476,14 @@ def _size(
             tops = [jnp.max(jnp.stack(tops))] * len(tops)
         rest = iter(tops)
         squares = [
-            jnp.square((jnp.abs(x) / next(rest)).astype(noise.sizes(float)))
+            jnp.square((jnp.abs(x) / next(rest)).astype(noise.form.sizes(float)))
             if _is_float(x)
             else x
             for x in wide
         ]
         rule = _RULES.get(name)
-        call = _Call(equation, operands, squares, noise.sizes)
-        found = rule(call) if rule else _bind_wide(equation, squares, noise.sizes)
+        call = _Call(equation, operands, squares, noise.form.sizes)
+        found = rule(call) if rule else _bind_wide(equation, squares, noise.form.sizes)
         total = jnp.prod(jnp.stack(tops)) if name in PRODUCTS else tops[0]
         # A product of complex numbers asks for a complex result.
         roots = jnp.sqrt(jnp.abs(found[0]))
@@ -475,7 +495,7 @@ def _size(
     sizes = [_size_of(x, noise) for x in operands]
     if name in _SCALED:
         return _SCALED[name](*sizes)
-    return _bind_wide(equation, sizes, noise.sizes)[0] if name in _MOVES else None
+    return _bind_wide(equation, sizes, noise.form.sizes)[0] if name in _MOVES else None
 
 
 def _top(largest: Array) -> Array:
@@ -488,7 +508,7 @@ def _size_of(value: Value, noise: Perturbation) -> Array:
     if isinstance(value, PrecisionPair) and value.size is not None:
         return value.size
     wide = _wide(value, noise)
-    return jnp.abs(wide).astype(noise.sizes(float)) if _is_float(wide) else wide
+    return jnp.abs(wide).astype(noise.form.sizes(float)) if _is_float(wide) else wide
 
 
 _SQUARED = frozenset({
@@ -557,7 +577,7 @@ def _perturb_terms(
     if terms > 1:
         adding = unit_roundoff(accumulated(narrow or dtype, noise.accumulation))
         unit = adding * math.sqrt(terms / 6)
-        if noise.in_parts:
+        if noise.form.in_parts:
             # At most a rounding of every term for each that `bound` takes.
             unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))
     bits = kept_bits(equation)
@@ -887,7 +907,7 @@ def _side(value: Value) -> Array:
 def _wide(value: Value, noise: Perturbation) -> Array:
     if isinstance(value, PrecisionPair):
         return value.wide
-    return value.astype(noise.wider(value.dtype)) if _is_float(value) else value
+    return value.astype(noise.form.wider(value.dtype)) if _is_float(value) else value
 
 
 def as_pair(value: Value, noise: Perturbation) -> PrecisionPair:

@@ -43,7 +43,9 @@ from jdist._compat import equations_in, inner_programs
 from jdist.verify.bound import single_of, wide_of
 from jdist.verify.evaluation.compilation import TINY, quick_to_compile
 from jdist.verify.evaluation.lockstep import (
+    HELD,
     UNMEASURED,
+    Form,
     Observer,
     Perturbation,
     PrecisionPair,
@@ -61,31 +63,6 @@ from jdist.verify.evaluation.lockstep import (
 from jdist.verify.evaluation.products import kept_bits
 
 
-class Form(NamedTuple):
-    """What a run computes.
-
-    Attributes:
-      rounded: Whether there is a rounded side.
-      wider: The dtypes of the wide side.
-      drawn: Whether it is perturbed.
-      sized: Whether results have sizes.
-      sizes: Their dtypes.
-      held: Whether values under `stop_gradient` are those of the recorded run.
-      in_parts: Whether any sum may consist of parts (see `Perturbation`).
-      together: Whether wide sides are those of several runs, along axis 0. They have
-        one rounded side, and sizes are those of the first.
-    """
-
-    rounded: bool
-    wider: Callable[[Any], np.dtype]
-    drawn: bool = False
-    sized: bool = False
-    sizes: Callable[[Any], np.dtype] = single_of
-    held: bool = False
-    in_parts: bool = False
-    together: bool = False
-
-
 BOTH = Form(True, wide_of)
 EXACT = Form(False, wide_of)
 DRAWN = Form(False, wide_of, drawn=True)
@@ -93,9 +70,6 @@ DRAWN = Form(False, wide_of, drawn=True)
 
 Recording = dict[int, "list[Value]"]
 """The inputs of pieces that decide, or hold values, by the pieces' numbers."""
-
-# The axis along which a piece is evaluated at its recorded and at its own inputs.
-HELD = "held"
 
 # The equations, and the entries of the largest value, of a small program.
 FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
@@ -752,20 +726,7 @@ def _compiled(
     missed: set[str] = set()
 
     def once(noise: Sequence[Any], given: Sequence[Value]) -> list[Value]:
-        amplitude, seed, pool, here = noise
-        perturbation = Perturbation(
-            amplitude,
-            seed,
-            accumulation,
-            missed,
-            held=HELD if form.held and piece.holds else None,
-            observer=observer,
-            in_parts=form.in_parts,
-            loops=here,
-            wider=form.wider,
-            sizes=form.sizes,
-            pool=pool,
-        )
+        perturbation = Perturbation(*noise, form, accumulation, missed, observer)
         values = dict(zip(piece.inputs, given, strict=True))
         for equation in piece.equations:
             operands = [

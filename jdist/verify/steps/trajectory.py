@@ -34,11 +34,10 @@ from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, 
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.evaluation.decisions import Choice
-from jdist.verify.evaluation.lockstep import PrecisionPair, Value, paired
+from jdist.verify.evaluation.lockstep import Form, PrecisionPair, Value, paired
 from jdist.verify.evaluation.piecewise import (
     DRAWN,
     EXACT,
-    Form,
     Pieces,
     PiecesOf,
     Recording,
