@@ -62,7 +62,6 @@ from jdist.verify.evaluation.lockstep import (
 )
 from jdist.verify.evaluation.products import kept_bits
 
-
 BOTH = Form(True, wide_of)
 EXACT = Form(False, wide_of)
 DRAWN = Form(False, wide_of, drawn=True)
