@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jdist._compat import double_precision
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
+from jdist._tree import PyTree, descriptions, is_inexact, named_leaves, type_name
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
@@ -61,7 +61,6 @@ class ReferenceStep:
 
     def __init__(self, step: Step, state: PyTree, batch: PyTree) -> None:
         self.unmeasured: set[str] = set()
-        self._beside = False
         try:
             program, found = jax.make_jaxpr(step, return_shape=True)(state, batch)
         except Exception as error:
@@ -71,11 +70,12 @@ class ReferenceStep:
             )
             raise
         check_references("step(reference_step=...)", program)
-        if not _alike(found, state):
-            # Training steps often return (state, metrics).
-            self._beside = isinstance(found, tuple) and len(found) == 2
-            if not (self._beside and _alike(found[0], state)):
-                raise TypeError(_another_state(found, state))
+        # Training steps often return (state, metrics).
+        pair = isinstance(found, tuple) and len(found) == 2
+        self._beside = pair and not _difference(found[0], state)
+        if not self._beside and (difference := _difference(found, state)):
+            rule = "must return a state like the one that it is given"
+            raise TypeError(requirement("step(reference_step=...)", rule, difference))
 
         def advance(state: PyTree, batch: PyTree) -> PyTree:
             return self.state_of(step(state, batch))
@@ -189,26 +189,12 @@ def named_state(state: PyTree) -> dict[str, Any]:
     return named_leaves(state)
 
 
-def _alike(found: PyTree, state: PyTree) -> bool:
-    """Whether a new state has the structure, dtypes and shapes of the old one."""
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (found, state)]
-    if structures[0] != structures[1]:
-        return False
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True)
-    return all(described(a) == described(b) for a, b in pairs)
-
-
-def _another_state(found: PyTree, state: PyTree) -> str:
-    """The refusal of a new state that differs in structure, dtype or shape."""
-    rule = "must return a state like the one that it is given"
-    new, old = named_leaves(found), named_leaves(state)
+def _difference(found: PyTree, state: PyTree) -> str:
+    """What of a new state is not as in the old one, in words; empty if all is."""
+    new, old = (descriptions(named_leaves(tree)) for tree in (found, state))
     for path in [*old, *new]:
-        each = [
-            "no such leaf" if x.get(path) is None else described(x[path])
-            for x in (new, old)
-        ]
-        if each[0] != each[1]:
-            got = f"{each[0]} at {path} for {each[1]}"
-            return requirement("step(reference_step=...)", rule, got)
-    got = f"{type_name(found)} of other containers"
-    return requirement("step(reference_step=...)", rule, got)
+        got, wanted = (own.get(path, "no such leaf") for own in (new, old))
+        if got != wanted:
+            return f"{got} at {path} for {wanted}"
+    same = jax.tree.structure(found) == jax.tree.structure(state)
+    return "" if same else f"{type_name(found)} of other containers"
