@@ -368,7 +368,7 @@ class ReducedLoss:
         terms = examples if apart else _leading(batch)
         draws = more * _draws(params, examples)
         given = params, batch, shares
-        choices = programs.choices(*given, rows)
+        choices = cache(partial(programs.choices, *given, rows))
         bounded = partial(_bounded, params, reference, self._accumulation)
         found = programs.gradients(*given, draws)
         bounds = bounded(found.leaves, terms, (draws, draws * examples))
@@ -397,7 +397,7 @@ class ReducedLoss:
             terms, draws = _leading(batch), more * _draws(params, 1)
             given = params, (batch, w), np.ones(())
             found = self._of_whole.gradients(*given, draws, as_it_rounds=True)
-            choices = self._of_whole.choices(*given)
+            choices = cache(partial(self._of_whole.choices, *given))
             bounds = bounded(found.leaves, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
         oracle = None
@@ -543,28 +543,23 @@ class LossPrograms:
         batch: PyTree,
         shares: np.ndarray,
         rows: np.ndarray | None = None,
-    ) -> Callable[[], Choices]:
-        """Measures decisions that rounding may turn, once where it is called.
+    ) -> Choices:
+        """Measures decisions that rounding may turn.
 
         `rows` are the examples' numbers, if these are not all.
         """
-
-        @cache
-        def measured() -> Choices:
-            pieces, together = self._examples_program(params, batch, shares)
-            if not pieces.decisions:
-                return Choices()
-            form, several = drawn_form(pieces.program), together > 1
-            found = OtherChoices(pieces, form, several)
-            with double_precision(), jax.numpy_dtype_promotion("standard"):
-                own = _pairs(params)
-                for group in _groups(batch, shares, together):
-                    if group.shares.any():
-                        given = group.leaves(pieces.inputs[0].dtype, several, own)
-                        found.add(given, group.numbers, group.shares, group.seed)
-            return _choices(found, shares, rows)
-
-        return measured
+        pieces, together = self._examples_program(params, batch, shares)
+        if not pieces.decisions:
+            return Choices()
+        form, several = drawn_form(pieces.program), together > 1
+        found = OtherChoices(pieces, form, several)
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            own = _pairs(params)
+            for group in _groups(batch, shares, together):
+                if group.shares.any():
+                    given = group.leaves(pieces.inputs[0].dtype, several, own)
+                    found.add(given, group.numbers, group.shares, group.seed)
+        return _choices(found, shares, rows)
 
     def exact_gradient(
         self, params: PyTree, batch: PyTree, cotangent: float = 1.0

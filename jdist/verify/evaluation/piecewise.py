@@ -181,13 +181,17 @@ class Pieces:
         self._compiled = compiled
         self.program = program
         self.inputs = [x.aval for x in program.jaxpr.invars]
-        self._inputs, self._constants, equations, self._results = _inlined(program)
+        self._inputs, self._constants, equations, results = _inlined(program)
+        # The numbers of the results that are this variable.
+        self._wanted: dict[InlinedVariable, list[int]] = {}
+        for number, variable in enumerate(results):
+            self._wanted.setdefault(variable, []).append(number)
         self._observer = observer if any(map(_shows, equations)) else None
         each = [(x.own.primitive.name, x.inputs, x.outputs) for x in equations]
-        self._sized = sized_variables(each, self._results)
+        self._sized = sized_variables(each, results)
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
-        cut = functools.partial(_cut, equations, self._inputs, self._results)
+        cut = functools.partial(_cut, equations, self._inputs, results)
         extremes = _EXTREMES if any(map(_compares, equations)) else frozenset()
         self._pieces, count = cut(_ALONE | extremes), len(equations)
         short = count <= min(FEW_EQUATIONS, MANY * len(self._pieces))
@@ -246,11 +250,12 @@ class Pieces:
           Abandoned: Another thread abandoned the run.
         """
         values: dict[InlinedVariable, Value] = dict(self._constants)
-        results = _Results(self._results, form, receive)
+        found = dict[int, PrecisionPair]()
+        take = functools.partial(self._take, form, receive or found.__setitem__)
         given = dict(zip(self._inputs, inputs, strict=True))
-        late = {x for x in given.keys() - results.wanted if _is_large(given[x])}
+        late = {x for x in given.keys() - self._wanted if _is_large(given[x])}
         values.update((x, _entering_if(x not in late, given[x], form)) for x in given)
-        results.take(values)
+        take(values)
         for number, piece in enumerate(self._pieces):
             operands = [_entering_if(x in late, values[x], form) for x in piece.inputs]
             sided = any(isinstance(x, PrecisionPair) for x in operands)
@@ -271,7 +276,7 @@ class Pieces:
             if recording is not None and sided and (piece.decides or piece.holds):
                 recording[number] = operands
             values.update(made)
-            results.take(made)
+            take(made)
             for variable in piece.freed:
                 del values[variable]
             # Taps in loops deliver while a piece runs.
@@ -279,7 +284,18 @@ class Pieces:
                 jax.block_until_ready(list(made.values()))
             if free and number == self._last_free:
                 return []
-        return results.found if receive is None else []
+        return [found[number] for number in sorted(found)]
+
+    def _take(
+        self,
+        form: Form,
+        receive: Callable[[int, PrecisionPair], None],
+        values: dict[InlinedVariable, Value],
+    ) -> None:
+        """Passes on those of the values that are results."""
+        for variable, value in values.items():
+            for number in self._wanted.get(variable, ()):
+                receive(number, _with_sides(value, form))
 
     def _ran(
         self,
@@ -387,32 +403,6 @@ class PiecesOf:
         return self._made[key]
 
 
-class _Results:
-    """The results of a run, taken as they are made."""
-
-    def __init__(
-        self,
-        variables: Sequence[Any],
-        form: Form,
-        receive: Callable[[int, PrecisionPair], None] | None,
-    ) -> None:
-        self.found: list[Any] = [None] * len(variables)
-        self._form = form
-        self._receive = receive or self.found.__setitem__
-        self.wanted: dict[InlinedVariable, list[int]] = {}
-        for number, variable in enumerate(variables):
-            if isinstance(variable, Literal):
-                self._receive(number, _with_sides(value_of(variable), form))
-            else:
-                self.wanted.setdefault(variable, []).append(number)
-
-    def take(self, values: dict[InlinedVariable, Value]) -> None:
-        """Takes those of the values that are results."""
-        for variable, value in values.items():
-            for number in self.wanted.get(variable, ()):
-                self._receive(number, _with_sides(value, self._form))
-
-
 def _with_sides(value: Value, form: Form) -> PrecisionPair:
     """A value with the sides of a form; what depends on no input has none."""
     if isinstance(value, PrecisionPair):
@@ -481,7 +471,10 @@ def _inlined(
         return made
 
     inputs = [InlinedVariable(x.aval) for x in program.jaxpr.invars]
-    results = walk(program, inputs)
+    results = [
+        constant(value_of(x)) if isinstance(x, Literal) else x
+        for x in walk(program, inputs)
+    ]
     needed, kept = set(results), []
     for equation in reversed(equations):
         effects = equation.own.effects or _shows(equation)
@@ -529,7 +522,7 @@ _LOOPS = frozenset({"scan", "custom_linear_solve"})
 def _cut(
     equations: Sequence[Equation],
     inputs: Sequence[InlinedVariable],
-    results: Sequence[Any],
+    results: Sequence[InlinedVariable],
     singly: frozenset[str],
 ) -> list[Piece]:
     """The pieces of a program, in order; primitives that stand in one of their own."""
@@ -553,9 +546,8 @@ def _cut(
     last: dict[InlinedVariable, int] = {}
     for number, (group, _) in enumerate(groups):
         last.update((x, number) for each in group for x in _variables(each))
-    kept = {x for x in results if not isinstance(x, Literal)}
     return [
-        _piece(group, decides, number, last, kept)
+        _piece(group, decides, number, last, set(results))
         for number, (group, decides) in enumerate(groups)
     ]
 
