@@ -374,7 +374,7 @@ class Reference:
         for more in looks:
             measured = self._measure(more)
             # To describe what fails takes longer than to find it.
-            rows = self._rows(answer, measured, describe=_fails)
+            rows = self._rows(answer, measured, describe=lambda *_: "fails")
             failing = [row for row in rows if row.ratio > 1]
             doubtful = [self._may_be_right(x, answer, measured) for x in failing]
             if not any(doubtful):
@@ -491,11 +491,6 @@ def _looks(distance: float) -> Sequence[int]:
         if distance > confidence_in_norm(first) / confidence(1, POOLED):
             return first, *FROM_FEW[1:]
     return 1, *FROM_FEW
-
-
-def _fails(*_: Any) -> str:
-    """The words for a leaf that is described later."""
-    return "fails"
 
 
 def _limits(measured: Measured) -> dict[str, Limit | None]:

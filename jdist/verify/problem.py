@@ -78,10 +78,7 @@ def load(specification: str) -> Problem:
         what is there is not a problem; the message says which, and what was found.
       OwnCodeRaised: The module, or the function, raised.
     """
-    return _as_problem(specification, named(specification, "problem"))
-
-
-def _as_problem(specification: str, found: object) -> Problem:
+    found: object = named(specification, "problem")
     if callable(found):
         with own_code(f"{specification}()"):
             found = found()

@@ -254,10 +254,14 @@ class Pieces:
         take = functools.partial(self._take, form, receive or found.__setitem__)
         given = dict(zip(self._inputs, inputs, strict=True))
         late = {x for x in given.keys() - self._wanted if _is_large(given[x])}
-        values.update((x, _entering_if(x not in late, given[x], form)) for x in given)
+        values |= given
+        values |= {x: _entering(given[x], form) for x in given if x not in late}
         take(values)
         for number, piece in enumerate(self._pieces):
-            operands = [_entering_if(x in late, values[x], form) for x in piece.inputs]
+            operands = [
+                _entering(values[x], form) if x in late else values[x]
+                for x in piece.inputs
+            ]
             sided = any(isinstance(x, PrecisionPair) for x in operands)
             if piece.decides and sided and not form.rounded:
                 if replay is None:
@@ -413,7 +417,8 @@ def _with_sides(value: Value, form: Form) -> PrecisionPair:
 
 def drawn_form(program: ClosedJaxpr) -> Form:
     """The form of a program's draws."""
-    return Form(False, wide_of if _has_doubles(program) else single_of, drawn=True)
+    doubles = max(_widths(program), default=0) > 32
+    return Form(False, wide_of if doubles else single_of, drawn=True)
 
 
 def rounds_as_drawn(program: ClosedJaxpr) -> bool:
@@ -425,10 +430,6 @@ def rounds_as_drawn(program: ClosedJaxpr) -> bool:
     usual = {None, (jax.lax.Precision.DEFAULT,) * 2, (jax.lax.Precision.HIGHEST,) * 2}
     whole = all(kept_bits(x) is None for x in equations)
     return whole and precisions <= usual and _widths(program) == {32}
-
-
-def _has_doubles(program: ClosedJaxpr) -> bool:
-    return max(_widths(program), default=0) > 32
 
 
 def _widths(program: ClosedJaxpr) -> set[int]:
@@ -797,10 +798,6 @@ def _entering(value: Any, form: Form) -> Value:
 
 def _is_large(value: Any) -> bool:
     return not isinstance(value, PrecisionPair) and value.size > LARGE
-
-
-def _entering_if(now: bool, value: Any, form: Form) -> Value:
-    return _entering(value, form) if now else value
 
 
 def _leaving(value: Value, form: Form) -> Value:

@@ -40,31 +40,28 @@ def value_path(label: str) -> str:
 class SeenValues:
     """Collects the tapped values of an update from all trainers that are followed.
 
+    Args:
+      update: The update's program.
+      loss: Traces the loss; called only if the update has taps.
+
     Attributes:
       names: The names of its taps.
+
+    Raises:
+      ValueError: The loss has a tap of the same name: a candidate's values could not be
+        told apart.
     """
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
+    def __init__(self, update: ClosedJaxpr, loss: Callable[[], Any]) -> None:
+        self.names = _taps(update)
         self._lock = threading.Lock()
         self._sides: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
-
-    @classmethod
-    def of(cls, update: ClosedJaxpr, loss: Callable[[], Any]) -> "SeenValues":
-        """That of an update's program.
-
-        Raises:
-          ValueError: The loss, which is traced only if there are names, has a tap of
-            the same name: a candidate's values could not be told apart.
-        """
-        names = _taps(update)
-        if names:
+        if self.names:
             with TapRecording():
-                both = sorted(names & _taps(loss().jaxpr))
+                both = sorted(self.names & _taps(loss().jaxpr))
             if both:
                 rule = "must not have a tap's name in common with the loss"
                 raise ValueError(requirement("step(update=...)", rule, quoted(both[0])))
-        return cls(names)
 
     def observe(
         self, name: str, position: Position, given: Sequence[PrecisionPair]

@@ -264,7 +264,7 @@ def trajectory(
         traced = partial(gradient_of.trace, params, batch, own, states)
         update = _traced_update(updated, params, gradient, opt_state)
         if seen is None:
-            seen = SeenValues.of(update, traced)
+            seen = SeenValues(update, traced)
         differentiate = traced().jaxpr
         before = [wide[0] for wide in others]
         pieces = pieces_of(differentiate), pieces_of(update, seen.observe)
