@@ -185,8 +185,8 @@ class _Begin(NamedTuple):
     """Where one of the reference's steps begins.
 
     Attributes:
-      programs: Those of gradient and update; what counts and measures a batch; and the
-        pieces of programs.
+      programs: Those of gradient and update; the loss that is measured; and the pieces
+        of programs.
       state: Parameters, optimizer state and model state.
       others: The leaves of the trainers that are followed.
       number: The number of steps before.
@@ -246,16 +246,18 @@ def trajectory(
     origin = [wide[0] for wide in starts(start)]
     if begin is None:
         compiled = jax.jit(training.gradient), jax.jit(training.update)
-        programs = *compiled, *_measurement(training), PiecesOf()
+        programs = *compiled, _measured_loss(training), PiecesOf()
         begin = _Begin(programs, start, starts(start))
     seen: SeenValues | None = None
     for t, weighted in enumerate(batches[begin.number :], begin.number):
-        gradient_of, updated, counted, measure, pieces_of = begin.programs
+        gradient_of, updated, loss, pieces_of = begin.programs
         (params, opt_state, states), others = begin.state, begin.others
-        batch, own, _ = given = counted(params, *weighted)
+        batch, own, _ = given = _counted(training, loss, params, *weighted)
         # At the reference's parameters: the others are moved in lockstep with it.
         value, gradient, new = gradient_of(params, batch, own, states)
-        measured = measure(begin.state, given, (value, gradient))
+        if training.stateful:
+            given = Counted((batch, own, states), None)
+        measured = loss.measure(params, given, (value, gradient))
         known = [x for x in measured.limits.values() if x is not None]
         # The update makes the others of the gradient.
         results = gradient, params, opt_state, new
@@ -376,39 +378,29 @@ def _in_parts(
         yield InParts(parts, shares, gradients)
 
 
-def _measurement(
-    training: Training,
-) -> tuple[Callable[..., Counted], Callable[..., Measured]]:
-    """The examples that count, and the measurement of the gradient's bound."""
-    reduction, accumulation = training.reduction, training.accumulation
+def _measured_loss(training: Training) -> ReducedLoss:
+    """The loss whose gradient's bound is measured."""
     if not training.stateful:
-        loss = ReducedLoss(training.loss_fn, reduction, accumulation)
-
-        def counted(
-            params: PyTree, batch: PyTree, weights: ArrayLike | None
-        ) -> Counted:
-            if weights is None or np.all(weights):
-                return Counted(batch, weights)
-            return loss.reference(params, batch, weights)[0]
-
-        return counted, lambda state, *given: loss.measure(state[0], *given)
+        return ReducedLoss(training.loss_fn, training.reduction, training.accumulation)
 
     def whole(params: PyTree, given: PyTree) -> jax.Array:
-        batch, own, states = given
-        return training.gradient(params, batch, own, states)[0]
+        return training.gradient(params, *given)[0]
 
     # Batch statistics couple the examples, so the loss is measured as a whole.
-    coupled = ReducedLoss(whole, "mean", accumulation)
+    return ReducedLoss(whole, "mean", training.accumulation)
 
-    def measure(
-        state: tuple[PyTree, PyTree, PyTree],
-        given: Counted,
-        reference: tuple[jax.Array, PyTree],
-    ) -> Measured:
-        own = Counted((given.batch, given.weights, state[2]), None)
-        return coupled.measure(state[0], own, reference)
 
-    return lambda _, *given: Counted(*given), measure
+def _counted(
+    training: Training,
+    loss: ReducedLoss,
+    params: PyTree,
+    batch: PyTree,
+    weights: ArrayLike | None,
+) -> Counted:
+    """The examples that count."""
+    if training.stateful or weights is None or np.all(weights):
+        return Counted(batch, weights)
+    return loss.reference(params, batch, weights)[0]
 
 
 def on_host(leaves: Mapping[str, Any]) -> dict[str, Any]:
