@@ -533,8 +533,8 @@ def _trained(
     """Takes one step of a candidate with parameters and states."""
     tapped = [path for path in moment.wanted if within(path, VALUES)]
     # Only of an update with taps: a recording traces a compiled step again.
-    recording = TapRecording() if tapped else contextlib.nullcontext()
-    with recording:
+    recording = TapRecording() if tapped else None
+    with recording or contextlib.nullcontext():
         result = called("step", name, candidate, (*given, batch))
         if tapped:
             # Taps arrive while the program runs, which must end within the recording.
@@ -560,7 +560,7 @@ def _trained(
     leaves = named_leaves({p: x for p, x in found.items() if p not in kept})
     values: dict[str, np.ndarray] = {}
     # Devices of other processes show their values there.
-    if isinstance(recording, TapRecording) and peers.size == 1:
+    if recording is not None and peers.size == 1:
         values = shown_values(recording.records, moment.wanted, moment.limits)
     unseen = tuple(path for path in tapped if path not in values)
     leaves |= values
