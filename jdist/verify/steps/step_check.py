@@ -393,6 +393,8 @@ class _Shown(NamedTuple):
     """The state that a candidate shows after a step.
 
     Attributes:
+      name: The candidate's name.
+      peers: The processes that judge it.
       leaves: The leaves by path.
       kept: Path prefixes of the parts that it does not show.
       then: Arguments of the next step, before its batch.
@@ -401,6 +403,8 @@ class _Shown(NamedTuple):
       unseen: Tapped values of the update that it does not show.
     """
 
+    name: str
+    peers: Peers
     leaves: Mapping[str, Any]
     kept: tuple[str, ...]
     then: tuple[PyTree, ...]
@@ -441,24 +445,24 @@ def _judged(
         moment = moments[number - 1]
         call = partial(steps.call, peers, moment, name, candidate, given, batch)
         shown = call()
-        rows = _rows(name, moment, shown, peers)
+        rows = _rows(moment, shown)
         if any(row.ratio > 1 for row in rows):
-            rows, again, told = _decided(name, moment, shown, peers, rows)
+            rows, again, told = _decided(moment, shown, rows)
             moments[number - 1 :] = again or moments[number - 1 :]
             notes += tuple(f"step {number}: {note}" for note in told)
             if not again and not any(row.problem for row in rows):
                 # Later steps would start from other choices than the reference's.
-                return rows, (), notes + _unseen(name, shown)
+                return rows, (), notes + _unseen(shown)
         if any(row.ratio > 1 and row.problem for row in rows):
             # A further call of a stateful candidate is another step, no repetition.
             again = (lambda own=call: _returned(own())) if shown.repeatable else None
             drawn = (steps.draws, *brought((steps.start[0], batch)))
-            call_of = name, candidate, (*given, batch)
+            asked = name, candidate, (*given, batch)
             own = _returned(shown), again, moment.limits
-            why, unsure = excuse(*call_of, drawn, *own, peers)
+            why, unsure = excuse(*asked, drawn, *own, peers)
             if why:
                 # Later steps would start from other parameters than the reference's.
-                return _rows(name, moment, shown, peers, why), (), ()
+                return _rows(moment, shown, why), (), ()
             notes += unsure
         if any(row.problem for row in rows):
             causes = steps.attributed(rows, shown.leaves, moment, number)
@@ -468,18 +472,14 @@ def _judged(
                     replace(row, problem=where + row.problem) if row.problem else row
                     for row in rows
                 )
-            return rows, causes, notes + _unseen(name, shown)
+            return rows, causes, notes + _unseen(shown)
         # A candidate continues from its own state, as in a training run.
         given = shown.then
-    return rows, (), notes + _unseen(name, shown)
+    return rows, (), notes + _unseen(shown)
 
 
 def _decided(
-    name: str,
-    moment: Moment,
-    shown: _Shown,
-    peers: Peers,
-    rows: tuple[LeafReport, ...],
+    moment: Moment, shown: _Shown, rows: tuple[LeafReport, ...]
 ) -> tuple[tuple[LeafReport, ...], list[Moment], tuple[str, ...]]:
     """The rows of a candidate that may decide otherwise within rounding, and a note.
 
@@ -490,17 +490,17 @@ def _decided(
     if other is None or not (choices := other.choices()).examples:
         return rows, [], ()
     # Over several processes no host has whole leaves.
-    alone, results = peers.size == 1, other.results
+    alone, results = shown.peers.size == 1, other.results
     if taken := alone and choices.read_off(results, wanted, shown.leaves, limits):
         words, change = taken
         again = list(other.again(change))
-        own = _rows(name, again[0], shown, peers)
+        own = _rows(again[0], shown)
         if all(row.ratio <= 1 for row in own):
-            return own, again, (f"{name} {words}",)
+            return own, again, (f"{shown.name} {words}",)
     moment = moment._replace(limits=choices.of_leaves(limits, results))
     # Nothing is known of values inside an update.
     shown = shown._replace(kept=(*shown.kept, VALUES))
-    return _rows(name, moment, shown, peers), [], (choices.note,)
+    return _rows(moment, shown), [], (choices.note,)
 
 
 def _returned(shown: _Shown) -> dict[str, Any]:
@@ -511,14 +511,14 @@ def _returned(shown: _Shown) -> dict[str, Any]:
     return {p: x for p, x in shown.leaves.items() if not within(p, VALUES)}
 
 
-def _unseen(name: str, shown: _Shown) -> tuple[str, ...]:
+def _unseen(shown: _Shown) -> tuple[str, ...]:
     """A note on tapped values that were not compared."""
     if not shown.unseen:
         return ()
     values = ", ".join(bare(path) for path in shown.unseen)
     return (
-        f"{name}: not compared, since no value of this name and shape is tapped in its "
-        f"step: {values}",
+        f"{shown.name}: not compared, since no value of this name and shape is tapped "
+        f"in its step: {values}",
     )
 
 
@@ -567,7 +567,8 @@ def _trained(
     kept += unseen
     then = (result.params, result.opt_state, result.states)[: len(given)]
     # A call of a trainer that keeps its optimizer's state is a further step.
-    return _Shown(leaves, kept, then, result.opt_state is not None, unseen)
+    repeatable = result.opt_state is not None
+    return _Shown(name, peers, leaves, kept, then, repeatable, unseen)
 
 
 def _advanced(
@@ -598,21 +599,18 @@ def _advanced(
     if not any(of_batch.get(path) for path in shown):
         rule = "must return a part of its state that depends on the batch"
         raise TypeError(requirement("step_fn(state, batch)", rule, "none"))
-    return _Shown(shown, kept, (new,), not kept)
+    return _Shown(name, peers, shown, kept, (new,), not kept)
 
 
-def _rows(
-    name: str, moment: Moment, shown: _Shown, peers: Peers, excuse: str = ""
-) -> tuple[LeafReport, ...]:
+def _rows(moment: Moment, shown: _Shown, excuse: str = "") -> tuple[LeafReport, ...]:
     """The rows of the parts that a candidate shows."""
     judged = {
         path: x for path, x in moment.wanted.items()
         if not any(within(path, part) for part in shown.kept)
     }  # fmt: skip
     describe = partial(_described, moment)
-    rows = compare_leaves(
-        name, judged, shown.leaves, moment.limits, peers, describe, excuse
-    )
+    options = moment.limits, shown.peers, describe, excuse
+    rows = compare_leaves(shown.name, judged, shown.leaves, *options)
     return tuple(_hidden(row, moment) for row in rows)
 
 
