@@ -20,26 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jdist._compat import axes_of_one_device_untyped
 from jdist._tree import PyTree
 
-
-class _Context:
-    """The reference's mesh, set until it is left."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._settings = ExitStack()
-        self.enter()
-
-    def enter(self) -> None:
-        """Sets the mesh."""
-        self._settings.enter_context(jax.set_mesh(self.mesh))
-        self._settings.enter_context(axes_of_one_device_untyped())
-
-    def leave(self) -> None:
-        """Restores what was set before."""
-        self._settings.close()
+_context: ContextVar[tuple[Mesh, ExitStack] | None] = ContextVar(
+    "reference's mesh, and what sets it", default=None
+)
 
 
-_context: ContextVar[_Context | None] = ContextVar("reference's mesh", default=None)
+def _enter(mesh: Mesh, settings: ExitStack) -> None:
+    """Sets the reference's mesh until the settings are closed."""
+    settings.enter_context(jax.set_mesh(mesh))
+    settings.enter_context(axes_of_one_device_untyped())
 
 
 @contextmanager
@@ -50,13 +39,14 @@ def on_one_device(*arguments: PyTree) -> Iterator[None]:
         yield
         return
     first = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
-    context = _Context(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
-    token = _context.set(context)
-    try:
-        yield
-    finally:
-        _context.reset(token)
-        context.leave()
+    single = Mesh(first, mesh.axis_names, axis_types=mesh.axis_types)
+    with ExitStack() as settings:
+        _enter(single, settings)
+        token = _context.set((single, settings))
+        try:
+            yield
+        finally:
+            _context.reset(token)
 
 
 @contextmanager
@@ -67,11 +57,12 @@ def as_the_caller() -> Iterator[None]:
         yield
         return
     token = _context.set(None)
-    context.leave()
+    _, settings = context
+    settings.close()
     try:
         yield
     finally:
-        context.enter()
+        _enter(*context)
         _context.reset(token)
 
 
@@ -80,7 +71,7 @@ def brought(tree: PyTree) -> PyTree:
     context = _context.get()
     if context is None:
         return tree
-    there = NamedSharding(context.mesh, PartitionSpec())
+    there = NamedSharding(context[0], PartitionSpec())
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
