@@ -547,8 +547,9 @@ def _cut(
     last: dict[InlinedVariable, int] = {}
     for number, (group, _) in enumerate(groups):
         last.update((x, number) for each in group for x in _variables(each))
+    kept = set(results)
     return [
-        _piece(group, decides, number, last, set(results))
+        _piece(group, decides, number, last, kept)
         for number, (group, decides) in enumerate(groups)
     ]
 
