@@ -267,7 +267,7 @@ def _composed_steps(
     # Candidates of a model without a state take no `states`.
     start = start[: len(state)]
     draws = gradient_of_sum(losses)
-    return _Steps(start, batches, moments, _trained, draws, attributed)
+    return _Steps(start, list(batches), moments, _trained, draws, attributed)
 
 
 def _whole_steps(
@@ -294,7 +294,7 @@ def _whole_steps(
     note = f"the rounding of {missed} was not measured: there the bound is too narrow"
     return _Steps(
         (start,),
-        batches,
+        list(batches),
         moments,
         partial(_advanced, reference),
         reference.advance,
@@ -455,10 +455,10 @@ def _judged(
                 return rows, (), notes + _unseen(shown)
         if any(row.ratio > 1 and row.problem for row in rows):
             # A further call of a stateful candidate is another step, no repetition.
-            again = (lambda own=call: _returned(own())) if shown.repeatable else None
+            repeat = (lambda own=call: _returned(own())) if shown.repeatable else None
             drawn = (steps.draws, *brought((steps.start[0], batch)))
             asked = name, candidate, (*given, batch)
-            own = _returned(shown), again, moment.limits
+            own = _returned(shown), repeat, moment.limits
             why, unsure = excuse(*asked, drawn, *own, peers)
             if why:
                 # Later steps would start from other parameters than the reference's.
