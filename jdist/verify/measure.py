@@ -76,9 +76,9 @@ from jdist.verify.evaluation.piecewise import (
     LARGE,
     Abandoned,
     Pieces,
-    PiecesOf,
     Recording,
     drawn_form,
+    kept_pieces,
     rounds_as_drawn,
 )
 from jdist.verify.evaluation.products import rounding_note
@@ -463,7 +463,7 @@ class LossPrograms:
     """
 
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
-        self.pieces_of = PiecesOf(accumulation)
+        self.pieces_of = kept_pieces(accumulation)
 
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))

@@ -33,7 +33,7 @@ from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, in_double
 from jdist.verify.evaluation.lockstep import Value, paired
-from jdist.verify.evaluation.piecewise import EXACT, Pieces, PiecesOf, Recording
+from jdist.verify.evaluation.piecewise import EXACT, Pieces, Recording, kept_pieces
 from jdist.verify.progress import progress
 from jdist.verify.report import OracleCheck
 
@@ -178,7 +178,7 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
     """
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(seeded(scalar))
-    pieces = PiecesOf()
+    pieces = kept_pieces()
 
     def check(
         params: PyTree,

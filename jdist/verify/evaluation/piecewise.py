@@ -384,27 +384,19 @@ class Pieces:
         return self._compiled[key]
 
 
-class PiecesOf:
-    """The pieces of programs, made once; equal ones are compiled once.
+def kept_pieces(accumulation: Any = None) -> Callable[..., Pieces]:
+    """A cached `pieces_of(program, observer=None) -> Pieces`.
 
-    Args:
-      accumulation: As of `Pieces`.
+    Pieces of its programs that are alike are compiled once. The accumulation and the
+    observer are as of `Pieces`.
     """
+    compiled: dict[Any, CompiledPiece] = {}
 
-    def __init__(self, accumulation: Any = None) -> None:
-        self._accumulation = accumulation
-        self._made: dict[Any, Pieces] = {}
-        self._compiled: dict[Any, CompiledPiece] = {}
+    @functools.cache
+    def pieces_of(program: ClosedJaxpr, observer: Observer | None = None) -> Pieces:
+        return Pieces(program, accumulation, compiled, observer)
 
-    def __call__(
-        self, program: ClosedJaxpr, observer: Observer | None = None
-    ) -> Pieces:
-        """The pieces of a program, whose taps are shown to an observer."""
-        key = program, observer
-        if key not in self._made:
-            options = self._accumulation, self._compiled, observer
-            self._made[key] = Pieces(program, *options)
-        return self._made[key]
+    return pieces_of
 
 
 def _with_sides(value: Value, form: Form) -> PrecisionPair:

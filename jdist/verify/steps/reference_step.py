@@ -28,7 +28,7 @@ from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
 from jdist.verify.evaluation.decisions import Choice
 from jdist.verify.evaluation.lockstep import Value, paired
-from jdist.verify.evaluation.piecewise import DRAWN, Pieces, PiecesOf
+from jdist.verify.evaluation.piecewise import DRAWN, Pieces, kept_pieces
 from jdist.verify.evaluation.products import rounding_note
 from jdist.verify.measure import choices_in, magnified
 from jdist.verify.steps.trajectory import (
@@ -120,7 +120,7 @@ class ReferenceStep:
         others = starts(state)
         origin = [wide[0] for wide in others]
 
-        pieces_of = PiecesOf(accumulation)
+        pieces_of = kept_pieces(accumulation)
 
         def steps(
             begin: int, state: PyTree, others: list[np.ndarray], change: Choice

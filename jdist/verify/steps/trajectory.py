@@ -39,8 +39,8 @@ from jdist.verify.evaluation.piecewise import (
     DRAWN,
     EXACT,
     Pieces,
-    PiecesOf,
     Recording,
+    kept_pieces,
 )
 from jdist.verify.evaluation.products import rounding_note
 from jdist.verify.measure import Choices, Counted, Measured, ReducedLoss, choices_in
@@ -246,7 +246,7 @@ def trajectory(
     origin = [wide[0] for wide in starts(start)]
     if begin is None:
         compiled = jax.jit(training.gradient), jax.jit(training.update)
-        programs = *compiled, _measured_loss(training), PiecesOf()
+        programs = *compiled, _measured_loss(training), kept_pieces()
         begin = _Begin(programs, start, starts(start))
     seen: SeenValues | None = None
     for t, weighted in enumerate(batches[begin.number :], begin.number):
