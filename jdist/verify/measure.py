@@ -362,8 +362,7 @@ class ReducedLoss:
         programs = self.programs
         losses = programs.losses(params, batch)
         apart = losses.shape != ()
-        blur = partial(programs.blur, params, batch)
-        shares, notes = _shares(losses, blur, weights, self.reduction)
+        shares, notes = _shares(losses, weights, self.reduction)
         examples = int(np.count_nonzero(shares))
         terms = examples if apart else _leading(batch)
         draws = more * _draws(params, examples)
@@ -431,6 +430,21 @@ class _Losses:
             (found,) = self.program.exact(jax.tree.leaves(self.given), self._recording)
         return np.asarray(found.wide)
 
+    def blur(self) -> float:
+        """The largest rounding error of a loss in the dtype that is judged."""
+        leaves, program = jax.tree.leaves(self.given), self.program.program
+        factor, recording = magnified(program), Recording()
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            (own,) = self.program.run(leaves, BOTH, recording=recording)
+            (drawn,) = self.program.run(
+                leaves, drawn_form(program), amplitude=factor, seed=1, replay=recording
+            )
+            rounded, perturbed = (
+                float(jnp.max(jnp.abs(x.astype(own.wide.dtype) - own.wide)))
+                for x in (own.rounded, drawn.wide)
+            )
+        return max(rounded, perturbed / factor)
+
     def middle(self, shares: np.ndarray) -> Middle:
         """Their run, for the loss of which they have these shares."""
         exact = self.exact
@@ -478,22 +492,6 @@ class LossPrograms:
         """The losses of the whole batch."""
         program = self._losses_of.trace(params, batch).jaxpr
         return _Losses(self.pieces_of(program), (params, batch))
-
-    def blur(self, params: PyTree, batch: PyTree) -> float:
-        """The largest rounding error of a loss in the dtype that is judged."""
-        program = self._losses_of.trace(params, batch).jaxpr
-        leaves, factor = jax.tree.leaves((params, batch)), magnified(program)
-        pieces, recording = self.pieces_of(program), Recording()
-        with double_precision(), jax.numpy_dtype_promotion("standard"):
-            (own,) = pieces.run(leaves, BOTH, recording=recording)
-            (drawn,) = pieces.run(
-                leaves, drawn_form(program), amplitude=factor, seed=1, replay=recording
-            )
-            rounded, perturbed = (
-                float(jnp.max(jnp.abs(x.astype(own.wide.dtype) - own.wide)))
-                for x in (own.rounded, drawn.wide)
-            )
-        return max(rounded, perturbed / factor)
 
     def gradients(
         self,
@@ -1151,15 +1149,12 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) ->
 
 
 def _shares(
-    whole: _Losses,
-    blur: Callable[[], float],
-    weights: ArrayLike | None,
-    reduction: str,
+    whole: _Losses, weights: ArrayLike | None, reduction: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """The factors c_i of the examples' gradients in the gradient of the batch.
 
-    `blur` measures the rounding error of a loss: under max and min it may decide which
-    example counts, so that an extreme that leads by less is a note.
+    Under max and min rounding may decide which example counts, so that an extreme that
+    leads by less than the losses' blur is a note.
     """
     w = np.ones(whole.shape) if weights is None else np.asarray(weights, np.float64)
     if not whole.shape or reduction == "sum":
@@ -1173,7 +1168,7 @@ def _shares(
     rest = ranked[~ties].max(initial=-np.inf)
     gap = ranked.max() - rest
     # The lead must exceed what rounding may do to either of the two losses.
-    if gap > confidence(losses.size) * blur():
+    if gap > confidence(losses.size) * whole.blur():
         return ties / ties.sum(), ()
     note = (
         f"the {reduction} leads by {gap:.1e} only: rounding decides which example's "

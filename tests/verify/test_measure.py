@@ -540,9 +540,9 @@ def test_more_draws_are_taken_of_fewer_examples(monkeypatch):
     assert taken.pop() == 32
 
 
-def known(losses):
-    """A batch whose losses are these."""
-    return SimpleNamespace(shape=losses.shape, exact=losses)
+def known(losses, blur):
+    """A batch whose losses are these, with such a rounding error."""
+    return SimpleNamespace(shape=losses.shape, exact=losses, blur=lambda: blur)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_what_each_gradient_is_multiplied_by(reduction, shares):
     """By weight, or the extreme alone; ties share it, a weight of 0 never counts."""
     losses = np.array([1.0, -9.0, 1.0, 4.0])
     weights = np.array([1.0, 0, 2, 1])
-    found, notes = _shares(known(losses), lambda: 1e-7, weights, reduction)
+    found, notes = _shares(known(losses, 1e-7), weights, reduction)
     np.testing.assert_allclose(found, shares)
     assert notes == ()
 
@@ -567,12 +567,12 @@ def test_an_extreme_that_leads_by_rounding_is_told():
     """How far it leads, beside how far a loss may be off."""
     losses = np.array([1.0, 1.0 + 1e-6, 0.5])
     for blur, told in ((1e-9, False), (1e-6, True)):
-        shares, notes = _shares(known(losses), lambda x=blur: x, None, "max")
+        shares, notes = _shares(known(losses, blur), None, "max")
         assert shares.tolist() == [0, 1, 0]
         assert bool(notes) == told
     assert "the max leads by 1.0e-06 only" in notes[0]
     # Of equal losses none leads, and they move together.
-    _, notes = _shares(known(np.array([2.0, 2.0])), lambda: 0.0, None, "min")
+    _, notes = _shares(known(np.array([2.0, 2.0]), 0.0), None, "min")
     assert notes == ()
 
 
