@@ -384,7 +384,7 @@ class ReducedLoss:
                 reference[1],
                 bounds.totals,
                 exact=partial(self._of_whole.exact_gradient, params, (batch, w)),
-                rules=partial(programs.own_rules, params, batch),
+                rules=partial(own_rules, losses.program.program),
             )
             coupled = coupled or hidden(bounds.limits)
             if coupled and (turned := list(choices().examples)):
@@ -570,10 +570,6 @@ class LossPrograms:
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             _, *exact = self.pieces_of(program).exact(leaves)
             return [np.asarray(x.wide) for x in exact]
-
-    def own_rules(self, params: PyTree, batch: PyTree) -> list[str]:
-        """The functions in the loss that have derivative rules of their own."""
-        return own_rules(self._losses_of.trace(params, batch).jaxpr)
 
     def _examples_program(
         self, params: PyTree, batch: PyTree, shares: np.ndarray
