@@ -306,9 +306,9 @@ class Reference:
         # By looks of its own: a verdict must not depend on its neighbours.
         rows, measured = self._looked_at(answer)
         notes: tuple[str, ...] = ()
-        if any(row.ratio > 1 for row in rows):
+        if any(row.ratio > 1 for row in rows) and measured.choices().examples:
             measured = measured.undecided()
-            rows, notes = self._decided(answer, rows, measured)
+            rows, notes = self._decided(answer, measured)
         notes += measured.notes
         if any(row.ratio > 1 and row.problem for row in rows):
             drawn = gradient_of_sum(self._loss.loss_fn), *brought(self._given)
@@ -389,33 +389,28 @@ class Reference:
         return self._rows(answer, measured), measured
 
     def _decided(
-        self, answer: Answer, own: tuple[LeafReport, ...], measured: Measured
+        self, answer: Answer, measured: Measured
     ) -> tuple[tuple[LeafReport, ...], tuple[str, ...]]:
-        """The rows where the reference takes the candidate's choices, and a note.
+        """The rows with what other choices explain.
 
-        Without such choices the rows are those of the reference's own; `own` where
-        nothing decides within rounding.
+        Where the candidate's own can be read off, the reference takes them; a note says
+        so.
         """
-        choices = measured.choices()
-        if not choices.examples:
-            return own, ()
-        own = self._rows(answer, measured)
-        # Over several processes no host has whole leaves.
-        if answer.peers.size > 1:
-            return own, ()
+        choices, rows = measured.choices(), self._rows(answer, measured)
         limits = {k: x for k, x in _limits(measured).items() if x is not None}
         wanted = dict(self.leaves)
-        taken = choices.read_off(list(limits), wanted, answer.leaves, limits)
-        if taken is None:
-            return own, ()
-        words, change = taken
-        for number, path in enumerate(limits):
-            leaf = in_double(wanted[path]) + change.get(number, 0.0)
-            wanted[path] = leaf.astype(wanted[path].dtype)
-        rows = self._rows(answer, measured, wanted=wanted)
-        if not all(row.ratio <= 1 for row in rows):
-            return own, ()
-        return rows, (f"{answer.name}: {words}",)
+        # Over several processes no host has whole leaves.
+        if answer.peers.size == 1 and (
+            taken := choices.read_off(list(limits), wanted, answer.leaves, limits)
+        ):
+            words, change = taken
+            for number, path in enumerate(limits):
+                leaf = in_double(wanted[path]) + change.get(number, 0.0)
+                wanted[path] = leaf.astype(wanted[path].dtype)
+            again = self._rows(answer, measured, wanted=wanted)
+            if all(row.ratio <= 1 for row in again):
+                return again, (f"{answer.name}: {words}",)
+        return rows, ()
 
     def _distance(self, answer: Answer) -> float:
         """How far the worst leaf is off, over the width of most bounds."""

@@ -233,10 +233,8 @@ class Measured(NamedTuple):
     """Measures what decisions within rounding may change."""
 
     def undecided(self) -> "Measured":
-        """With what other choices explain, and a note on them if there are any."""
+        """With what other choices explain, of which there are some, and a note."""
         choices = self.choices()
-        if not choices.examples:
-            return self
         return self._replace(
             limits=choices.of_leaves(self.limits),
             loss_limit=choices.undecided(0, self.loss_limit) or self.loss_limit,
