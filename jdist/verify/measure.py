@@ -150,11 +150,10 @@ class Choices(NamedTuple):
         if own is None:
             return limit
         if limit is None:
-            limit = Limit(np.full(own.total.shape, BETWEEN), np.abs(own.total))
-        entries = own.total.size
-        explained = choices_bound(entries, NATURAL, own.total, own.largest, own.square)
-        norms = own.total_norm, own.largest_norm, own.square_norm
-        in_norm = float(choices_bound(1, NATURAL, *norms))
+            total = own.entries.total
+            limit = Limit(np.full(total.shape, BETWEEN), np.abs(total))
+        explained = choices_bound(own.entries.total.size, NATURAL, *own.entries)
+        in_norm = float(choices_bound(1, NATURAL, *own.norm))
         factor = self.factor
         found = Undecided(factor * explained, factor * in_norm, self.words)
         return limit._replace(undecided=found)

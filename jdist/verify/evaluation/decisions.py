@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,35 +43,34 @@ Choice = Mapping[int, np.ndarray]
 """The changes of results, by their numbers, by one choice of one example."""
 
 
-class Changes(NamedTuple):
-    """Changes of one result by other choices, over all examples.
+class Spread(NamedTuple):
+    """How far changes go, over all examples: numbers, or arrays of them.
 
     Attributes:
-      total: Sum over examples of the largest change of each entry.
-      largest: The largest change of each entry by one example.
+      total: Sum over examples of the largest change.
+      largest: The largest change by one example.
       square: Sum over examples of the mean square in runs with natural errors.
-      total_norm: Sum over examples of the 2-norm of their largest changes.
-      largest_norm: The largest of these norms.
-      square_norm: Sum over examples of the mean square of the 2-norm, naturally.
     """
 
-    total: np.ndarray
-    largest: np.ndarray
-    square: np.ndarray
-    total_norm: float
-    largest_norm: float
-    square_norm: float
+    total: Any
+    largest: Any
+    square: Any
+
+    def plus(self, other: "Spread") -> "Spread":
+        """The spread over the examples of both."""
+        largest = np.maximum(self.largest, other.largest)
+        return Spread(self.total + other.total, largest, self.square + other.square)
+
+
+class Changes(NamedTuple):
+    """Changes of one result by other choices: of each entry, and of the 2-norm."""
+
+    entries: Spread
+    norm: Spread
 
     def plus(self, other: "Changes") -> "Changes":
         """The changes over the examples of both."""
-        return Changes(
-            self.total + other.total,
-            np.maximum(self.largest, other.largest),
-            self.square + other.square,
-            self.total_norm + other.total_norm,
-            max(self.largest_norm, other.largest_norm),
-            self.square_norm + other.square_norm,
-        )
+        return Changes(self.entries.plus(other.entries), self.norm.plus(other.norm))
 
 
 @dataclass(slots=True)
@@ -192,14 +191,8 @@ class _Range:
         # The reference and a candidate may both choose otherwise than the record.
         width = self.high - self.low
         norms = np.sqrt(np.sum(width**2, axis=tuple(range(1, width.ndim))))
-        return Changes(
-            width.sum(0),
-            width.max(0),
-            self.square.sum(0),
-            float(norms.sum()),
-            float(norms.max()),
-            float(self.square.sum()),
-        )
+        entries = Spread(width.sum(0), width.max(0), self.square.sum(0))
+        return Changes(entries, Spread(norms.sum(), norms.max(), self.square.sum()))
 
 
 def errors(seed: int) -> Iterator[tuple[float, int]]:
