@@ -288,18 +288,11 @@ def measured_bound(
     total, magnitude, _, _, variance = tables.values()
     width = confidence(total.size)
     tau = confidence(total.size, max(most, POOLED))
-    powers = np.zeros(2)
-    for block in blocks_of(*total.shape):
-        squares = in_double(magnitude[block]) ** 2
-        powers += [np.sum(in_double(variance[block])), np.sum(squares)]
-    widths = _Widths(
-        adding=2 * (terms + EXTRA) * (width * unit_roundoff(accumulation)) ** 2,
-        partial=2 / 3 * EXTRA * (width * unit_roundoff(dtype)) ** 2,
-        measured=2 * tau**2,
-        # For the whole leaf: an entry that happened to round well would have too narrow
-        # a bound by its own variance.
-        relative=powers[0] / powers[1] if powers[1] > 0 else 0.0,
-    )
+    # The squares of what S in A, P in B and the deviation in C are multiplied by.
+    adding = 2 * (terms + EXTRA) * (width * unit_roundoff(accumulation)) ** 2
+    partial = 2 / 3 * EXTRA * (width * unit_roundoff(dtype)) ** 2
+    measured = 2 * tau**2
+    relative = _relative(variance, magnitude)
     pooled = _pooled(variance, len(shape)) if most < POOLED else None
     allowed, size = np.empty(total.shape), np.empty(total.shape)
     squares = np.zeros(3)
@@ -309,16 +302,22 @@ def measured_bound(
             by_row, by_column = (x[i] for x, i in zip(pooled, block, strict=True))
             likely = np.maximum(own.variance, by_row[:, None] * by_column)
             own = own._replace(variance=likely)
-        found, size[block], parts = _of_block(own, widths)
+        power = (own.scale * own.magnitude) ** 2
+        largest = np.maximum(np.abs(own.total) ** 2, own.scale**2 * own.square)
+        of_terms = np.maximum(own.scale**2 * own.variance, relative * power)
+        of_terms *= measured
+        moved = own.scale * np.abs(own.drift)
+        found = np.sqrt(of_terms + adding * power + partial * largest) + 2 * moved
         found += (terms + EXTRA) * _flushed(dtype)
         # An entry that could not be measured has no bound, and is not judged.
         allowed[block] = np.where(np.isnan(found), np.inf, found)
-        squares += parts
-    of_terms, moved, largest = np.sqrt(squares).tolist()
+        size[block] = np.sqrt(largest)
+        squares += [float(np.sum(x)) for x in (of_terms, moved**2, largest)]
+    in_c, in_d, in_p = np.sqrt(squares).tolist()
     limit = Limit(allowed.reshape(shape), size.reshape(shape), math.inf)
     # What was measured alone: the errors of a sum are not chaotic.
     chaotic = min(BLIND, CHAOTIC * unit_roundoff(dtype))
-    if not of_terms + 2 * moved <= chaotic * largest:
+    if not in_c + 2 * in_d <= chaotic * in_p:
         return limit
     # The norms of the parts of a bound add up at most.
     in_norm = 1 + confidence_in_norm(least) / tau
@@ -326,35 +325,17 @@ def measured_bound(
     return limit._replace(doubt=doubt, doubt_in_norm=in_norm)
 
 
-class _Widths(NamedTuple):
-    """Squares of the numbers by which what was measured is multiplied.
+def _relative(variance: np.ndarray, magnitude: np.ndarray) -> float:
+    """s^2: by how much of S^2 the variance of an entry is at least.
 
-    Attributes:
-      adding: S in A.
-      partial: P in B.
-      measured: The deviation in C.
-      relative: s, by which that is S at least.
+    It is that of the whole leaf: an entry that happened to round well would have too
+    narrow a bound by its own.
     """
-
-    adding: float
-    partial: float
-    measured: float
-    relative: float
-
-
-def _of_block(
-    sums: Sums, widths: _Widths
-) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """The bound but for flushing, P, and the sums of the squares of C, D and P."""
-    scale = sums.scale
-    power = (scale * sums.magnitude) ** 2
-    largest = np.maximum(np.abs(sums.total) ** 2, scale**2 * sums.square)
-    of_terms = np.maximum(scale**2 * sums.variance, widths.relative * power)
-    of_terms *= widths.measured
-    moved = scale * np.abs(sums.drift)
-    squares = of_terms + widths.adding * power + widths.partial * largest
-    parts = [float(np.sum(x)) for x in (of_terms, moved**2, largest)]
-    return np.sqrt(squares) + 2 * moved, np.sqrt(largest), parts
+    powers = np.zeros(2)
+    for block in blocks_of(*variance.shape):
+        squares = in_double(magnitude[block]) ** 2
+        powers += [np.sum(in_double(variance[block])), np.sum(squares)]
+    return float(powers[0] / powers[1]) if powers[1] > 0 else 0.0
 
 
 BLOCK = 2**15

@@ -46,13 +46,10 @@ def diagnose(
         the text are those of the larger ones.
     """
     reference = wanted[path]
-    if not np.isfinite(found).all():
-        where = np.argwhere(~np.isfinite(found))[0]
-        return f"not finite: {_at(found, where)} at {_index(where, origin)}"
-    if not np.isfinite(reference).all():
-        where = np.argwhere(~np.isfinite(reference))[0]
-        place = _index(where, origin)
-        return f"the reference is not finite: {_at(reference, where)} at {place}"
+    for whose, leaf in (("", found), ("the reference is ", reference)):
+        if not np.isfinite(leaf).all():
+            where = np.argwhere(~np.isfinite(leaf))[0]
+            return f"{whose}not finite: {_at(leaf, where)} at {_index(where, origin)}"
     worst = np.array(np.unravel_index(np.argmax(ratio), ratio.shape))
     text = (
         f"off by {ratio.max():.3g} times the bound at {_index(worst, origin)}: "
