@@ -43,7 +43,7 @@ Choice = Mapping[int, np.ndarray]
 """The changes of results, by their numbers, by one choice of one example."""
 
 
-class Spread(NamedTuple):
+class Extent(NamedTuple):
     """How far changes go, over all examples: numbers, or arrays of them.
 
     Attributes:
@@ -56,17 +56,17 @@ class Spread(NamedTuple):
     largest: Any
     square: Any
 
-    def plus(self, other: "Spread") -> "Spread":
-        """The spread over the examples of both."""
+    def plus(self, other: "Extent") -> "Extent":
+        """That over the examples of both."""
         largest = np.maximum(self.largest, other.largest)
-        return Spread(self.total + other.total, largest, self.square + other.square)
+        return Extent(self.total + other.total, largest, self.square + other.square)
 
 
 class Changes(NamedTuple):
     """Changes of one result by other choices: of each entry, and of the 2-norm."""
 
-    entries: Spread
-    norm: Spread
+    entries: Extent
+    norm: Extent
 
     def plus(self, other: "Changes") -> "Changes":
         """The changes over the examples of both."""
@@ -191,8 +191,8 @@ class _Range:
         # The reference and a candidate may both choose otherwise than the record.
         width = self.high - self.low
         norms = np.sqrt(np.sum(width**2, axis=tuple(range(1, width.ndim))))
-        entries = Spread(width.sum(0), width.max(0), self.square.sum(0))
-        return Changes(entries, Spread(norms.sum(), norms.max(), self.square.sum()))
+        entries = Extent(width.sum(0), width.max(0), self.square.sum(0))
+        return Changes(entries, Extent(norms.sum(), norms.max(), self.square.sum()))
 
 
 def errors(seed: int) -> Iterator[tuple[float, int]]:

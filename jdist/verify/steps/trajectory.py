@@ -255,9 +255,8 @@ def trajectory(
         batch, own, _ = given = _counted(training, loss, params, *weighted)
         # At the reference's parameters: the others are moved in lockstep with it.
         value, gradient, new = gradient_of(params, batch, own, states)
-        if training.stateful:
-            given = Counted((batch, own, states), None)
-        measured = loss.measure(params, given, (value, gradient))
+        whole = Counted((batch, own, states), None) if training.stateful else given
+        measured = loss.measure(params, whole, (value, gradient))
         known = [x for x in measured.limits.values() if x is not None]
         # The update makes the others of the gradient.
         results = gradient, params, opt_state, new
