@@ -343,7 +343,9 @@ def test_a_loss_that_wants_a_key_is_refused():
     params, batches = problem(examples=3)
     wants = lambda p, b, key: losses(p, b)  # noqa: E731
     with pytest.raises(TypeError, match=r"^`step\(loss_fn=...\)` .*verify\.keyed"):
-        verify.step(wants, opt.step, (params, opt.init(params)), batches, {"any": None})
+        verify.step(
+            wants, opt.step, (params, opt.init(params)), batches, {"any": losses}
+        )
 
 
 OPTIMIZER_DEFECTS = {
@@ -551,7 +553,7 @@ def test_a_state_of_another_length_is_refused(state, got):
     )
     remedy = r"An optimizer that keeps nothing has the state \(\)\."
     with pytest.raises(ValueError, match=rf"{rule}.*Got {got}\. {remedy}"):
-        verify.step(losses, None, state, [{}], {"any": None})
+        verify.step(losses, None, state, [{}], {"any": losses})
 
 
 def test_a_state_may_be_a_list_and_batches_a_tuple():
