@@ -110,7 +110,7 @@ def excuse(
     while again and differ and len(answers) < CALLS:
         answers.append(again())
         # Each process sees its own shards only.
-        differ = all(peers.exchange(_apart(*answers[-2:], limits)))
+        differ = all(peers.exchange(_apart(answers[-2], answers[-1], limits)))
     if differ:
         # Over several processes no host has whole leaves.
         if peers.size == 1 and _adds_up(answers, limits):

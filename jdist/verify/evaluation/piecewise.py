@@ -711,7 +711,9 @@ def _compiled(
     missed: set[str] = set()
 
     def once(noise: Sequence[Any], given: Sequence[Value]) -> list[Value]:
-        perturbation = Perturbation(*noise, form, accumulation, missed, observer)
+        amplitude, seed, pool, here = noise
+        run_of = form, accumulation, missed, observer
+        perturbation = Perturbation(amplitude, seed, pool, here, *run_of)
         values = dict(zip(piece.inputs, given, strict=True))
         for equation in piece.equations:
             operands = [

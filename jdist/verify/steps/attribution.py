@@ -299,8 +299,8 @@ def _clip_of_shown(wrong: _Wrong) -> str:
     """The clip that explains a gradient that the trainer shows; empty if none does."""
     right = {p: x for p, x in wrong.moment.wanted.items() if within(p, "gradient")}
     right = {p: x for p, x in right.items() if x is not None}
-    shown = {path: wrong.found.get(path) for path in right}
-    if not all(_alike(shown[path], x) for path, x in right.items()):
+    shown = {path: wrong.found[path] for path in right if path in wrong.found}
+    if not all(_alike(shown.get(path), x) for path, x in right.items()):
         return ""
     return clipped_in_parts(shown, right, wrong.moment)
 

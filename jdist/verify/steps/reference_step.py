@@ -196,5 +196,6 @@ def _difference(found: PyTree, state: PyTree) -> str:
         got, wanted = (own.get(path, "no such leaf") for own in (new, old))
         if got != wanted:
             return f"{got} at {path} for {wanted}"
-    same = jax.tree.structure(found) == jax.tree.structure(state)
+    given: Any = jax.tree.structure(state)
+    same = given == jax.tree.structure(found)
     return "" if same else f"{type_name(found)} of other containers"
