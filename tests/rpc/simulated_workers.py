@@ -148,10 +148,10 @@ class SimulatedWorkers:
     def _answer(self, item):
         protocol = self.workers[item.to]
         if item.counted:
-            self._do(item.to, protocol.counted(item.fork))
+            self._do(item.to, protocol.answered(item.fork))
         else:
             assert self.lost, "a fork was refused although no worker was lost"
-            self._do(item.to, protocol.refused(item.fork, "freed"))
+            self._do(item.to, protocol.answered(item.fork, "freed"))
 
     def _call(self, item):
         taken, effects = self.workers[item.to].take(item.sender, item.ref)
@@ -174,7 +174,7 @@ class SimulatedWorkers:
             self.bag.append(Created(item.to, item.sender, user_fork))
 
     def _created(self, item):
-        self._do(item.to, self.workers[item.to].created(item.user_fork))
+        self._do(item.to, self.workers[item.to].answered(item.user_fork.fork))
 
     def fail(self, item, arrives_late):
         """The call gets no answer; what it brought may arrive all the same."""

@@ -90,7 +90,7 @@ class Creation:
         agent, fork = references.agent, next(iter(self._user_forks), None)
         if error is None and fork is not None:
             # Counted first: `confirmed_by_owner` holds once the creation is done.
-            references.do(lambda p: p.created(fork))
+            references.do(lambda p: p.answered(fork.fork))
         callbacks = complete(self._ended, None, error) or []
         if error is not None and place is not None:
             table = agent.codec.functions

@@ -200,9 +200,7 @@ class OwnedValues:
         """
         if not self._creations[holder].take(name.rref.local_id, name.low_water_mark):
             return None
-        entry = self._entries.get(name.rref)
-        if entry is None:
-            entry = self._enter(name.rref, self._new_owner_value(), created=True)
+        entry = self.share(name.rref, self._new_owner_value())
         entry.created = True
         entry.holders[name.fork] = holder
         return entry
@@ -317,10 +315,6 @@ class Protocol:
     def create_here(self, rref: GloballyUniqueId, owner_value: Any) -> None:
         """Counts a request of this worker to itself as a holder of the value."""
         self.owned.share(rref, owner_value).holders[rref] = self.me
-
-    def created(self, user_fork: UserFork) -> Effects:
-        """Records that the owner has created the value."""
-        return self._counted(user_fork)
 
     def not_created(self, user_fork: UserFork, reason: str) -> Effects:
         """Records that the request failed; the owner may have received it or not."""
@@ -470,15 +464,17 @@ class Protocol:
         """Handles a holder's dropped fork."""
         return self.owned.discount(message.rref, message.fork, holder)
 
-    def counted(self, fork: GloballyUniqueId) -> Effects:
-        """Handles the owner's answer to `Fork` or `Abort`: it counts the fork."""
-        user_fork = self.user_forks.get(fork)
-        return [] if user_fork is None else self._counted(user_fork)
+    def answered(self, fork: GloballyUniqueId, refusal: str | None = None) -> Effects:
+        """Handles the owner's answer to a creation, a `Fork` or an `Abort`.
 
-    def refused(self, fork: GloballyUniqueId, reason: str) -> Effects:
-        """Handles the owner's answer to `Fork`: the value was freed."""
+        The owner counts the fork, or refuses it because the value was freed.
+        """
         user_fork = self.user_forks.get(fork)
-        return [] if user_fork is None else self._failed(user_fork, reason)
+        if user_fork is None:
+            return []
+        if refusal is not None:
+            return self._failed(user_fork, refusal)
+        return self._counted(user_fork)
 
     # --- workers go ---
 

@@ -445,11 +445,8 @@ class References:
 
     def _answered(self, message: Message, answer: Any) -> None:
         if isinstance(message, Fork | Abort):
-            fork = message.fork
-            if isinstance(answer, str):
-                self.do(lambda protocol: protocol.refused(fork, answer))
-            else:
-                self.do(lambda protocol: protocol.counted(fork))
+            refusal = answer if isinstance(answer, str) else None
+            self.do(lambda protocol: protocol.answered(message.fork, refusal))
         else:
             self._wake()
 
