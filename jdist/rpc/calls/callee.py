@@ -33,7 +33,7 @@ from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import names_code
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader
-from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
+from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
 
 class Execution(CallUnderWay):
@@ -72,12 +72,12 @@ class Execution(CallUnderWay):
         self.cancelled: str | None = None
         self._pool = pool
         self._lock = threading.Lock()
-        self._followers: list[Callable[..., None]] | None = []
+        self._followers: list[Callable[[], None]] | None = []
         # What a cancellation ends, and how.
         self._ends: dict[Any, Callable[[str], None]] = {}
         self.deferred = self.brings_references = False
 
-    def follow(self, serve: Callable[..., None]) -> bool:
+    def follow(self, serve: Callable[[], None]) -> bool:
         """Appends `serve` to its thread's tasks; False if that thread has finished."""
         with self._lock:
             if self._followers is None:
@@ -85,15 +85,7 @@ class Execution(CallUnderWay):
             self._followers.append(serve)
             return True
 
-    def next_follower(self) -> Callable[..., None] | None:
-        """Takes its thread's next task, if there is one."""
-        with self._lock:
-            if not self._followers:
-                return None
-            first, *self._followers = self._followers
-            return first
-
-    def followed(self) -> list[Callable[..., None]]:
+    def followed(self) -> list[Callable[[], None]]:
         """Takes all of its thread's tasks; none can be added afterwards."""
         with self._lock:
             followers, self._followers = self._followers, None
@@ -437,46 +429,22 @@ class ServedConnection:
         else:
             pool.run(serve)
 
-    def _serve(
-        self,
-        execution: Execution,
-        frame: Frame,
-        before: tuple[Execution, Frame] | None = None,
-        reading: bool = False,
-    ) -> None:
-        """Executes a request and answers it.
+    def _serve(self, execution: Execution, frame: Frame, reading: bool = False) -> None:
+        """Executes a request and answers it, then those that follow it.
 
         Args:
           execution: The execution of the request.
           frame: The request.
-          before: A request that this one followed, and its answer, which is None and
-            has not been sent.
           reading: Whether this thread reads the connection.
         """
         try:
             answer = self._callee.execute(execution, frame, 0, reading)
-            if before is not None:
-                # One message for both, unless that would delay the first one.
-                if isinstance(answer, Frame):
-                    meta = {**answer.meta, ALSO: before[1].id}
-                    answer = msgspec.structs.replace(answer, meta=meta)
-                else:
-                    self._answer(before[0], before[1])
-                    before = None
             if isinstance(answer, Execution):
                 future = answer.answer
                 call_when_done(future, lambda: self._answer(execution, future.value()))
-                return
-            is_none = answer.kind == REPLY and answer.tree is None and not answer.meta
-            follower = execution.next_follower() if is_none else None
-            if follower is None:
-                self._answer(execution, answer)
             else:
-                follower(before=(execution, answer))
+                self._answer(execution, answer)
         finally:
-            if before is not None:
-                self._running.pop(before[1].id, None)
-                self._agent.outstanding.end(before[0])
             if frame.shared:  # on no other connection can a request follow
                 run_all(execution.followed())
 
@@ -501,10 +469,7 @@ class ServedConnection:
                 # It is beyond the limits, or packing it failed: an array was donated,
                 # or its deferred computation raised. Nothing of it was sent.
                 execution.cancel(f"its answer was not sent ({type(error).__name__})")
-                failure = self._callee.failure(answer.id, error)
-                if ALSO in answer.meta:
-                    failure.meta[ALSO] = answer.meta[ALSO]
-                self._channel.send(failure)
+                self._channel.send(self._callee.failure(answer.id, error))
         except ChannelClosed as error:
             execution.cancel(f"{self._caller.name!r} gave up the call: {error}")
 

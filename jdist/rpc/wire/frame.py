@@ -42,10 +42,6 @@ REPLY = "reply"
 ERROR = "error"
 CANCEL = "cancel"
 
-ALSO = "also"
-"""In the metadata of an answer on a shared connection: the number of another request,
-whose answer is None and comes with this one."""
-
 ANSWERS = frozenset((REPLY, ERROR))
 _UNNUMBERED = ANSWERS | {CANCEL}
 

@@ -15,7 +15,7 @@ from jdist.rpc.base.future import run_all
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.codec.codes import Tree
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
-from jdist.rpc.wire.frame import ALSO, CANCEL, REPLY, Frame
+from jdist.rpc.wire.frame import CANCEL, Frame
 
 _CANCEL_SECONDS = 1.0
 
@@ -172,9 +172,6 @@ class SharedConnection:
         self._channel.read(Reader(self._take, self._end, self._pool))
 
     def _take(self, frame: Frame) -> None:
-        also = frame.meta.get(ALSO)
-        if type(also) is int:
-            self._answer(also, Frame(REPLY, also, {}, None, []))
         if not self._answer(frame.id, frame) and self._on_push is not None:
             self._on_push(frame)
 

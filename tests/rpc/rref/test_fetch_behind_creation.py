@@ -1,6 +1,5 @@
 """A fetch right behind its creation: same connection, same thread, same errors."""
 
-import queue
 import re
 import threading
 
@@ -10,13 +9,9 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.current import NEVER
-from jdist.rpc.base.future import Future, complete
-from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.calls.callee import AFTER, Execution
 from jdist.rpc.rref import fetch
-from jdist.rpc.wire.channel import ChannelClosed
-from jdist.rpc.wire.frame import ALSO, Frame
+from jdist.rpc.wire.frame import Frame
 from jdist.rpc.wire.shared_connection import SharedConnection
 from tests.rpc.hosts import names
 from tests.rpc.rref.common import (
@@ -100,7 +95,7 @@ def test_the_thread_that_creates_the_value_answers_the_fetch():
 
 
 def answers_sent(monkeypatch, agent):
-    """The numbers of the answers that a worker sends, and those that come with them."""
+    """The kinds of the answers that a worker sends."""
     # Not of what earlier tests have dropped.
     wait_for_references(**NOTHING)
     assert wait_for(current.worker().references.delivery.idle)
@@ -109,28 +104,28 @@ def answers_sent(monkeypatch, agent):
         send = served._channel.send
 
         def noting(frame, deadline=None, send=send):
-            sent.append((frame.kind, frame.meta.get(ALSO) is not None))
+            sent.append(frame.kind)
             send(frame, deadline)
 
         monkeypatch.setattr(served._channel, "send", noting, raising=False)
     return sent
 
 
-def test_one_message_answers_both(monkeypatch):
+def test_the_creation_is_answered_first(monkeypatch):
     with rpc.use_worker("worker1"):
         other = current.worker()
     sent = answers_sent(monkeypatch, other)
     made = rpc.remote("worker1", value_once_followed, args=(12,))
     assert made.to_here().number == 12
     assert made.creation().done()
-    assert sent == [("reply", True)]
+    assert sent == ["reply", "reply"]
     waiting = current.worker().outstanding
     assert wait_for(lambda: not (waiting.sent() or waiting.served()))
     with rpc.use_worker("worker1"):
         assert wait_for(lambda: not served())
 
 
-def test_a_fetch_that_fails_brings_the_answer_of_the_creation_too(monkeypatch):
+def test_a_creation_is_answered_although_its_fetch_fails(monkeypatch):
     with rpc.use_worker("worker1"):
         other = current.worker()
     sent = answers_sent(monkeypatch, other)
@@ -138,55 +133,7 @@ def test_a_fetch_that_fails_brings_the_answer_of_the_creation_too(monkeypatch):
     with pytest.raises(TypeError, match="must be made of scalars"):
         made.to_here()
     assert made.creation().done()
-    assert sent == [("error", True)]
-
-
-def test_an_answer_that_comes_with_another_is_that_of_a_request_that_waits():
-    """A peer may send any number; each request is answered once."""
-    future, other = Future(), Future()
-
-    class Channel:
-        def __init__(self):
-            self.frames = queue.SimpleQueue()
-
-        def send(self, frame, deadline=None):
-            pass
-
-        def receive(self, deadline=None):
-            frame = self.frames.get()
-            if frame is None:
-                raise ChannelClosed("the test is over")
-            return frame
-
-        def read(self, reader):
-            reader.read(self.receive)
-
-        def close(self, reason=""):
-            self.frames.put(None)
-
-    class Call:
-        deadline = NEVER
-
-        def __init__(self, into):
-            self.into = into
-
-        def answered(self, frame):
-            return complete(self.into, frame.tree, None)
-
-    pool, channel = ThreadPool("test", 1), Channel()
-    shared = SharedConnection(channel, pool)
-    number, second = (
-        shared.submit(Call(each), "call", {}, None, []) for each in (future, other)
-    )
-    for also in ("1", [number], -1, True, None, 10**30):
-        channel.frames.put(Frame("reply", 10**6, {ALSO: also}, None, []))
-    channel.frames.put(Frame("reply", second, {ALSO: number}, 5, []))
-    assert (future.wait(PATIENCE), other.wait(PATIENCE)) == (None, 5)
-    channel.frames.put(Frame("reply", second, {ALSO: number}, 6, []))
-    shared.close("the test is over")
-    assert wait_for(lambda: shared.closed)
-    assert (future.value(), other.value()) == (None, 5)
-    assert pool.close(PATIENCE) == []
+    assert sent == ["reply", "error"]
 
 
 def test_what_the_function_raised_comes_with_the_fetch():

@@ -30,10 +30,10 @@ def read_slowly():
         time.sleep(2e-3)
         take(self, frame)
 
-    def note_thread(self, execution, frame, before=None, reading=False):
+    def note_thread(self, execution, frame, reading=False):
         _serving.inline = reading
         try:
-            serve(self, execution, frame, before, reading)
+            serve(self, execution, frame, reading)
         finally:
             _serving.inline = False
 
