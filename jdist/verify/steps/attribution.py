@@ -76,7 +76,7 @@ class Accumulator(NamedTuple):
         return np.asarray(limit.bound) / abs(self.factor)
 
 
-class _Wrong(NamedTuple):
+class _WrongStep(NamedTuple):
     """A wrong step of a trainer.
 
     Attributes:
@@ -146,7 +146,7 @@ def attributed(
       step: Its number, from 1.
     """
     # No gradient can be read off leaves of other processes.
-    wrong = _Wrong(rows, {path: _whole(x) for path, x in found.items()}, moment)
+    wrong = _WrongStep(rows, {path: _whole(x) for path, x in found.items()}, moment)
     failing, parts = wrong.failing, list[tuple[str, str]]()
     if any(within(path, "states") for path in failing):
         parts.append(("model state", wrong.worst("states")))
@@ -204,7 +204,7 @@ def attributed_of_whole(
       moment: As in `attributed`.
       step: As in `attributed`.
     """
-    wrong = _Wrong(rows, found, moment)
+    wrong = _WrongStep(rows, found, moment)
     updated = [path for path in wrong.failing if _is_updated(path)]
     rest = (path for path in wrong.failing if path not in updated)
     places = dict.fromkeys(path.partition("/")[0] for path in rest)
@@ -228,7 +228,7 @@ def _is_updated(path: str) -> bool:
 
 
 def _of_update(
-    of_batch: Mapping[str, bool], wrong: _Wrong, failing: list[str]
+    of_batch: Mapping[str, bool], wrong: _WrongStep, failing: list[str]
 ) -> tuple[str, str]:
     """The part, and why, of wrong parameters or a wrong optimizer state."""
     update, worst = "optimizer update", wrong.worst(*failing)
@@ -295,7 +295,7 @@ def within(path: str, part: str) -> bool:
     return path == part or path.startswith(f"{part}/")
 
 
-def _clip_of_shown(wrong: _Wrong) -> str:
+def _clip_of_shown(wrong: _WrongStep) -> str:
     """The clip that explains a gradient that the trainer shows; empty if none does."""
     right = {p: x for p, x in wrong.moment.wanted.items() if within(p, "gradient")}
     right = {p: x for p, x in right.items() if x is not None}
@@ -305,7 +305,7 @@ def _clip_of_shown(wrong: _Wrong) -> str:
     return clipped_in_parts(shown, right, wrong.moment)
 
 
-def _clip_of_state(wrong: _Wrong) -> str:
+def _clip_of_state(wrong: _WrongStep) -> str:
     """The clip that explains an optimizer's state; empty if none does."""
     moment = wrong.moment
     if moment.composed is None or not wrong.complete:
@@ -318,7 +318,7 @@ def _clip_of_state(wrong: _Wrong) -> str:
     return clipped_in_parts(gradient, own, moment) if gradient else ""
 
 
-def _inferred(wrong: _Wrong) -> tuple[str, str]:
+def _inferred(wrong: _WrongStep) -> tuple[str, str]:
     """The part, and why, from the optimizer's state alone."""
     moment, worst = wrong.moment, wrong.worst("params", "state")
     told = "; ".join(filter(None, (_multiples(wrong), worst)))
@@ -343,7 +343,7 @@ def _inferred(wrong: _Wrong) -> tuple[str, str]:
 
 
 def _of_gradient(
-    wrong: _Wrong, accumulators: Mapping[str, Accumulator]
+    wrong: _WrongStep, accumulators: Mapping[str, Accumulator]
 ) -> tuple[str, str] | None:
     """The part, and why, given the gradient that the optimizer was given."""
     moment, worst = wrong.moment, wrong.worst("params", "state")
@@ -487,7 +487,7 @@ def _updated_from(
 # --- an update for each part of the batch ---
 
 
-def _in_turns(wrong: _Wrong) -> str:
+def _in_turns(wrong: _WrongStep) -> str:
     """The micro-batches that an update ran once for each, in words; empty if for none.
 
     It moves the parameters by each in turn, or by the mean of all moves: momenta tell.
@@ -536,7 +536,7 @@ def _floating(moment: Moment) -> list[str]:
     return [path for path, x in updated if x is not None and is_inexact(x)]
 
 
-def _explained(wrong: _Wrong, gradient: Mapping[str, np.ndarray]) -> bool:
+def _explained(wrong: _WrongStep, gradient: Mapping[str, np.ndarray]) -> bool:
     """Whether the reference's update of that gradient gives what was found."""
     wanted = wrong.moment.wanted.items()
     order = [p for p, x in wanted if p in gradient and x is not None]
@@ -545,7 +545,7 @@ def _explained(wrong: _Wrong, gradient: Mapping[str, np.ndarray]) -> bool:
     return all(wrong.is_made_so(p, after[p]) for p in wrong.updated)
 
 
-def _factor_of_gradient(wrong: _Wrong) -> float | None:
+def _factor_of_gradient(wrong: _WrongStep) -> float | None:
     """The multiple of the gradient that explains new parameters, if that alone does.
 
     Of an optimizer that hides the scale, such as Adam, whose epsilon shows it.
@@ -592,7 +592,7 @@ def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
     return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
 
 
-def _multiples(wrong: _Wrong) -> str:
+def _multiples(wrong: _WrongStep) -> str:
     """The factors of the steps of wrong parameters, in words, if that is all."""
     groups: dict[str, list[str]] = {}
     for path in (path for path in wrong.updated if within(path, "params")):
@@ -615,7 +615,7 @@ def _multiples(wrong: _Wrong) -> str:
     return f"its step is {' and '.join(each)}"
 
 
-def _made_anew(wrong: _Wrong) -> str:
+def _made_anew(wrong: _WrongStep) -> str:
     """The wrong copies of the parameters that were made of them again, in words."""
     _, found, moment = wrong
     states = [path for path in wrong.updated if within(path, "state")]
@@ -632,7 +632,7 @@ def _made_anew(wrong: _Wrong) -> str:
     return f"as if {told} were made anew of the parameters" if states else ""
 
 
-def _decayed(wrong: _Wrong) -> str:
+def _decayed(wrong: _WrongStep) -> str:
     """The decay that explains what is wrong in new parameters; empty if none does."""
     added, (_, found, moment) = {}, wrong
     for path in (path for path in _floating(moment) if within(path, "params")):
