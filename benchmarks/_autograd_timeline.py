@@ -25,9 +25,9 @@ from matplotlib.patches import Patch
 
 from benchmarks import _autograd_models as models
 from jdist import autograd, rpc
+from jdist.autograd.recording import node, pure
 from jdist.rpc.codec import Codec
 from jdist.rpc.wire.connection import Connection
-from jdist.segment import Segment
 
 PYTHON, CODEC, WIRE, XLA, WAITING = (
     "Python: calls, hooks, engine",
@@ -90,8 +90,8 @@ def wrap_stations() -> None:
     STAMPS.wrap(Connection, "send", WIRE)
     for name in ("receive", "exchange"):
         STAMPS.wrap(Connection, name, WAITING)
-    for name in ("forward", "backward"):
-        STAMPS.wrap(Segment, name, XLA)
+    STAMPS.wrap(pure, "forward_arrays", XLA)
+    STAMPS.wrap(node, "backward_arrays", XLA)
 
 
 def forget() -> None:

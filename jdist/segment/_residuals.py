@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import jax
+import numpy as np
 from jax.sharding import (
     NamedSharding,
     PartitionSpec,
@@ -23,6 +24,7 @@ from jax.sharding import (
 from jdist._compat import is_traced
 from jdist._errors import requirement, type_error, value_error
 from jdist._tree import PyTree, is_shape, path_of
+from jdist.segment._programs import backward
 from jdist.segment._programs.backward import Layout
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.split import Split
@@ -98,6 +100,33 @@ class Rest:
 # JAX rebuilds trees with other arrays, of which version and layout need not be true.
 jax.tree_util.register_dataclass(Residuals, ["arrays"], ["plan"], ["version", "layout"])
 jax.tree_util.register_dataclass(Rest, ["arrays"], ["split"], ["layout"])
+
+
+def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] | None:
+    """The inputs' cotangents, if they are outputs' cotangents, passed on unchanged.
+
+    Args:
+      residuals: The residuals of a segment without parameters, whose inputs are arrays.
+      cotangents: The outputs' cotangents, one for each leaf.
+
+    Returns:
+      For each input one of these arrays, or None where no cotangent flows. None instead
+      of the list if something must be computed or a cotangent does not fit its output.
+    """
+    # Kept arrays are there to be computed with; a layout constrains the cotangents.
+    if residuals.arrays or residuals.layout is not None:
+        return None
+    places = backward.passed_on(residuals.plan)
+    if places is None:
+        return None
+    shapes = jax.tree.leaves(residuals.plan.outputs)
+    for shape, value in zip(shapes, cotangents, strict=True):
+        # None and weakly typed values, which `backward` handles.
+        if type(value) is not np.ndarray and getattr(value, "weak_type", True):
+            return None
+        if value.shape != shape.shape or value.dtype != shape.dtype:
+            return None
+    return [None if place is None else cotangents[place] for place in places]
 
 
 # --- identity and sharding of arrays ---

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._compat import Ahead
 from jdist._errors import (
@@ -316,7 +317,7 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_constant", "_guarded", "_halves", "_invoke", "fn")
+    __slots__ = ("_guarded", "_halves", "_invoke", "fn")
 
     def __init__(
         self,
@@ -324,15 +325,12 @@ class Segment:
         halves: Halves,
         invoke: Invoke = operator.call,
         guarded: bool = False,
-        constant: bool = False,
     ) -> None:
         self.fn = fn
         self._halves = halves
         self._invoke = invoke
         # Whether each call checks what `fn` reads; else the caller does, once for many.
         self._guarded = guarded
-        # Whether the caller never writes to the NumPy arrays that it gives.
-        self._constant = constant
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
@@ -344,7 +342,7 @@ class Segment:
           invoke: `invoke(function, *arguments)` replaces `function(*arguments)`; it may
             compile ahead of time, and return shapes for shapes.
         """
-        return Segment(self.fn, self._halves, invoke, self._guarded, self._constant)
+        return Segment(self.fn, self._halves, invoke, self._guarded)
 
     def forward(self, params: PyTree, *inputs: PyTree) -> tuple[PyTree, Residuals]:
         """Runs the function and keeps what its backward pass needs.
@@ -373,11 +371,10 @@ class Segment:
         kept = _gathered(
             plan.locations, leaves[given:arguments], leaves[arguments:], saved.arrays
         )
-        if not self._constant:
-            # The caller may write to a NumPy array before the backward pass reads it.
-            kept = tuple(
-                [jax.device_put(owned(x)) if type(x) is np.ndarray else x for x in kept]
-            )
+        # The caller may write to a NumPy array before the backward pass reads it.
+        kept = tuple(
+            [jax.device_put(owned(x)) if type(x) is np.ndarray else x for x in kept]
+        )
         version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
         return outputs, Residuals(plan, kept, version, layout)
 
@@ -557,6 +554,42 @@ class Segment:
             if home is not None:
                 return home
         refuse_origin(call, value, kind)
+
+
+def forward_arrays(
+    segment: Segment, arrays: tuple[ArrayLike, ...]
+) -> tuple[PyTree, Residuals]:
+    """`segment.forward((), *arrays)` with half the Python overhead.
+
+    Args:
+      segment: Made by `pure_segment`.
+      arrays: The inputs. NumPy arrays are kept without a copy: they must not be written
+        to afterwards.
+    """
+    outputs, saved = segment._halves.call(segment._invoke, "forward", (), arrays)
+    plan = saved.plan
+    kept: tuple[Any, ...] = ()
+    if plan.kept:
+        leaves = jax.tree.leaves(outputs)
+        kept = _gathered(plan.locations, arrays, leaves, saved.arrays)
+    return outputs, Residuals(plan, kept, None, layout_of(arrays))
+
+
+def backward_arrays(
+    segment: Segment, residuals: Residuals, d_outputs: PyTree
+) -> tuple[PyTree, ...]:
+    """`segment.backward((), residuals, d_outputs)[1]` with half the Python overhead."""
+    arguments = ((), residuals, d_outputs)
+    halves = segment._halves
+    if residuals.plan.owner is not halves.owner:  # Made by halves of the same program.
+        return segment.backward(*arguments)[1]
+    try:
+        _, d_inputs = halves.backward(*_NO_FOLD, *arguments, residuals.layout)
+    except (RuntimeError, ValueError) as error:
+        names = {"residuals": residuals, "d_outputs": d_outputs}
+        explain("Segment.backward", error, names)
+        raise
+    return tuple(d_inputs)
 
 
 def _check_fold(call: str, fold: object) -> None:

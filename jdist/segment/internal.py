@@ -25,11 +25,14 @@ from jdist.segment._lookup.traced import (
 )
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.recompute import POLICIES, is_policy
+from jdist.segment._residuals import passed_on
 from jdist.segment._segment import (
     Fold,
     Halves,
     Invoke,
     Segment,
+    backward_arrays,
+    forward_arrays,
     unguarded,
 )
 
@@ -46,10 +49,13 @@ __all__ = [
     "Invoke",
     "Traced",
     "Watched",
+    "backward_arrays",
     "contents_of",
+    "forward_arrays",
     "identity_of",
     "is_fixed",
     "is_policy",
+    "passed_on",
     "pure_segment",
     "refuse_hidden",
     "signature_of",
@@ -60,11 +66,9 @@ __all__ = [
 def pure_segment(fn: Callable[..., Any], user: str, label: Hashable = None) -> Segment:
     """Builds a segment of a function whose changes the caller looks for.
 
-    NumPy arrays are kept without a copy: they must not be written to afterwards.
-
     Args:
       fn: As for `segment`.
       user: Name of the public function that compiles, for error messages.
       label: Further part of the cache key; see `segment`.
     """
-    return Segment(fn, Halves(fn, False, user, label), constant=True)
+    return Segment(fn, Halves(fn, False, user, label))

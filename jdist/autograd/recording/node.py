@@ -22,6 +22,7 @@ from jdist.autograd.recording.errors import GraphFreed
 from jdist.rpc import WorkerInfo
 from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment
+from jdist.segment.internal import backward_arrays, passed_on
 
 Numbers = jax.Array | np.ndarray
 """An array as compiled functions take it: NumPy's only if it came in a message."""
@@ -210,8 +211,13 @@ class SegmentNode(Node):
                 f"{self.name} had kept for it was let go after the first time. Say "
                 "retain_graph=True in every backward pass but the last."
             )
+        # A function that passes its cotangents on unchanged, such as a sum to its
+        # terms, needs no compiled program.
+        passed = passed_on(residuals, cotangents)
+        if passed is not None:
+            return passed
         d_outputs = self._structure.unflatten(cotangents)
-        return self.segment.backward((), residuals, d_outputs)[1]
+        return backward_arrays(self.segment, residuals, d_outputs)
 
     def release(self) -> None:
         """See `Node`."""

@@ -42,6 +42,7 @@ from jdist.segment.internal import (
     Contents,
     ForwardPlan,
     FunctionCache,
+    forward_arrays,
     pure_segment,
 )
 
@@ -126,7 +127,7 @@ def call(
     # As a plain tuple, which equals the spec and is made in a fifth of its time.
     known, given = (structure, tuple(kinds)), tuple(arrays)
     segment = function.segments.get(known) or function.segment(ArgumentSpec(*known))
-    outputs, residuals = segment.forward((), *given)
+    outputs, residuals = forward_arrays(segment, given)
     has_history = tuple([edge is not None for edge in edges])
     made, live = _made(residuals.plan, has_history)
     if True not in live:

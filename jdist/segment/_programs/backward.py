@@ -171,6 +171,34 @@ def gradient(
     return BackwardProgram(plan, program, (first, second, third))
 
 
+@functools.lru_cache(maxsize=1024)
+def passed_on(plan: ForwardPlan) -> tuple[int | None, ...] | None:
+    """For each input the output whose cotangent it takes; None if one is computed."""
+    # A compiled program that returns its arguments costs as much to call as one that
+    # computes, and allocates an array for each input, all of which are then sent to
+    # another worker.
+    # Parameters need gradients, and kept values are there to be computed with.
+    if plan.param_count or plan.kept:
+        return None
+    if not all(map(is_inexact, jax.tree.leaves(plan.outputs))):
+        return None
+    found = gradient(plan, (), (), plan.outputs)
+    if found.program.effects:
+        return None
+    places = {given: place for place, given in enumerate(found.groups[2])}
+    atoms = iter(found.program.jaxpr.outvars)
+    sources: list[int | None] = []
+    for is_trained in plan.trained:
+        atom = next(atoms) if is_trained else None
+        if atom is None or found.is_absent(atom):
+            sources.append(None)
+        elif isinstance(atom, Var) and atom in places:
+            sources.append(places[atom])
+        else:
+            return None
+    return tuple(sources)
+
+
 # --- which outputs have a cotangent ---
 
 
