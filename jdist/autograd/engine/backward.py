@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._compat import beside, called_outside_mesh
+from jdist._compat import beside, called_outside_mesh, placed_at
 from jdist._errors import check_choice, check_flags, check_type, value_error
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
@@ -214,7 +214,22 @@ def _scalar_root(position: int, root: Recorded) -> Root:
         )
         remedy = "Give cotangents=, one for each root, or take a sum."
         raise refused("backward(roots)", rule, f"shape {value.shape}", remedy)
-    return Root(root.edge, beside(np.ones(value.shape, value.dtype), value))
+    of = value.shape, value.dtype, value.sharding, value.committed
+    seed = _one(*of)
+    # A gradient may be the seed itself, and its user may have donated it.
+    if seed.is_deleted():
+        _one.cache_clear()
+        seed = _one(*of)
+    return Root(root.edge, seed)
+
+
+# Kept, because to make one takes longer than a small backward pass.
+@functools.lru_cache(64)
+def _one(
+    shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding, tied: bool
+) -> jax.Array:
+    """Makes the cotangent of a scalar root of this kind."""
+    return placed_at(np.ones(shape, dtype), place, tied)
 
 
 def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:

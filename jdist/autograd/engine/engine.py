@@ -564,7 +564,7 @@ class LocalPass:
         """Adds the gradients here to the context's, once all nodes here have run."""
         if self._staged:
             # A device that fails must do so before other workers see the end.
-            jax.block_until_ready(list(self._staged.values()))
+            _wait_for(self._staged.values())
             self._context.accumulate(self._staged)
             self._staged = {}
         self._committed = True
@@ -573,7 +573,7 @@ class LocalPass:
         # Counted before it is sent: the answer may come within the call that sends it.
         self._detector.outstanding += 1
         # What fails on a device here must not appear as the receiver's.
-        jax.block_until_ready(gradients)
+        _wait_for(x for gradient in gradients for x in gradient.cotangents)
         if self._driver == threading.get_ident() and self._inline is None:
             # One request at a time is the driver's own; further ones go by other
             # threads.
@@ -583,7 +583,7 @@ class LocalPass:
 
     def _answer(self, unanswered: UnansweredRequest) -> None:
         gradients = self._outbox.pop(unanswered.peer, [])
-        jax.block_until_ready(gradients)  # as in `_request`
+        _wait_for(x for gradient in gradients for x in gradient.cotangents)
         answer = GradientAnswer(gradients, self._detector.take_news())
         # Callbacks of the future run within this step: rpc sends the answer.
         unanswered.answer.set_result(answer.pack())
@@ -625,6 +625,15 @@ class LocalPass:
         self._engine.tell_failed(self._context, self.terms, failure)
         self.over = True
         futures.cancel(self.outcome, failure.exception())
+
+
+def _wait_for(values: Iterable[PyTree]) -> None:
+    """Waits until values are computed on their device."""
+    for value in values:
+        if isinstance(value, jax.Array):  # the common case needs no tree
+            value.block_until_ready()
+        else:
+            jax.block_until_ready(value)
 
 
 # --- all passes of a worker ---

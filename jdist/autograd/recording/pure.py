@@ -42,7 +42,9 @@ from jdist.segment.internal import (
     Contents,
     ForwardPlan,
     FunctionCache,
+    contents_of,
     forward_arrays,
+    is_fixed,
     pure_segment,
 )
 
@@ -122,8 +124,10 @@ def call(
     # A call within a traced function would be recorded once, at compilation.
     if _tracing.get() is not None:
         refuse_in_pure("a call of {} with recorded values", _name(fn))
-    _refuse_closure(fn)
-    function = _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents))
+    # By identity: some functions of JAX compute a hash, in Python, from their parts.
+    function = _LIBRARY.get(id(fn))
+    if function is None or function.fn is not fn:
+        function = _function_of(fn)
     # As a plain tuple, which equals the spec and is made in a fifth of its time.
     known, given = (structure, tuple(kinds)), tuple(arrays)
     segment = function.segments.get(known) or function.segment(ArgumentSpec(*known))
@@ -138,6 +142,17 @@ def call(
     return made.unflatten(
         [recorded(x, Edge(node, n)) if is_live else x for n, (x, is_live) in pairs]
     )
+
+
+def _function_of(fn: PureCallable) -> "PureFunction":
+    """Finds or makes the compiled function."""
+    if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
+        # A function of a library cannot change, so its contents are not read.
+        found = PureFunction(fn, contents_of(fn, "apply"))
+        _LIBRARY.put(id(fn), found)
+        return found
+    _refuse_closure(fn)
+    return _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents))
 
 
 class PureFunction:
@@ -251,6 +266,9 @@ ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 
 _COMPILED: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
 _ARGUMENTS: "FunctionCache[_StaticFunction]" = FunctionCache("apply", size=256)
+
+_LIBRARY: LRUCache[int, PureFunction] = LRUCache(1024)
+"""Functions of libraries by their ids, which are theirs as long as they are here."""
 
 _SPECS = 256
 """Number of argument specs of each function whose compiled segments are kept."""
