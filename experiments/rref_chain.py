@@ -139,8 +139,7 @@ def _count_frames() -> None:
     send = Connection.send
 
     def counting(self: Any, frame: Any, deadline: float | None = None) -> None:
-        packed = pack(frame)
-        pieces = [packed.head, *packed.body, *packed.apart]
+        pieces = pack(frame)
         _sent[frame.kind, "frames"] += 1
         _sent[frame.kind, "bytes"] += sum(map(len, pieces))
         _sent[frame.kind, "array bytes"] += sum(leaf.nbytes for leaf in frame.leaves)

@@ -1,6 +1,7 @@
 """Ways from one worker to another, without a transport: what tests send values by."""
 
 import dataclasses
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -13,40 +14,56 @@ from jdist.rpc.wire.in_process import adopt
 LIMITS = framing.Limits()
 
 
-def by_wire(tree, leaves, device=None, apart=None):
+def by_wire(tree, leaves, device=None):
     """Through bytes and back."""
-    frame = Frame("call", 1, {}, tree, leaves)
-    received = receive(framing.pack(frame, apart), device)
+    received = receive(framing.pack(Frame("call", 1, {}, tree, leaves)), device)
     return received.tree, received.leaves
 
 
 def by_descriptors(tree, leaves, device=None):
     """Through bytes, every leaf apart from them."""
-    return by_wire(tree, leaves, device, apart=0)
+    pieces, apart = pack_apart(Frame("call", 1, {}, tree, leaves))
+    received = receive(pieces, device, apart)
+    return received.tree, received.leaves
 
 
 def in_process(tree, leaves, device=None):
     """Within one process."""
-    return tree, adopt(leaves, device)
+    return tree, [adopt(leaf, device) for leaf in leaves]
 
 
 CARRIERS = [by_wire, by_descriptors, in_process]
 
 
-def receive(packed, device=None, limits=LIMITS):
+def pack_apart(frame, least=1):
+    """The pieces of a frame, and apart from them its leaves of so many bytes."""
+    apart = []
+
+    def take(leaf):
+        if len(leaf) < least:
+            return False
+        apart.append(leaf)
+        return True
+
+    small = min(framing._SMALL, least)
+    with unittest.mock.patch.object(framing, "_SMALL", small):
+        return framing.pack(frame, apart=take), apart
+
+
+def receive(pieces, device=None, apart=(), limits=LIMITS):
     """What a transport does with the bytes that reach it."""
-    head = packed.head
-    sizes = framing.parse_prefix(head[: framing.PREFIX_BYTES], limits)
-    header = framing.parse_header(head[framing.PREFIX_BYTES :], sizes, limits)
-    buffers = framing.allocate(header)
-    stream = b"".join(packed.body)
-    assert len(head) == framing.PREFIX_BYTES + sizes.header
-    assert len(stream) == sizes.body == sum(map(len, buffers))
+    head, *body = pieces
+    size = framing.parse_prefix(head[: framing.PREFIX_BYTES], limits)
+    message, layout = framing.parse_header(head[framing.PREFIX_BYTES :], limits)
+    buffers = framing.allocate(layout)
+    stream = b"".join(body)
+    assert len(head) == framing.PREFIX_BYTES + size
+    assert len(stream) == sum(map(len, buffers))
     for buffer in buffers:
         buffer[:] = stream[: len(buffer)]
         stream = stream[len(buffer) :]
-    apart = [memoryview(bytearray(piece)) for piece in packed.apart]
-    return framing.assemble(header, buffers, device, apart)
+    behind = [memoryview(bytearray(leaf)) for leaf in apart]
+    return framing.assemble(message, layout, buffers, device, behind)
 
 
 def assert_same(got, sent):

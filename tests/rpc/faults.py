@@ -196,7 +196,6 @@ class FaultyChannel:
 
     def _send_half(self, frame, deadline):
         if isinstance(self.inner, Connection):
-            packed = pack(frame)
-            data = b"".join([packed.head, *packed.body])
+            data = b"".join(pack(frame))
             self.inner._stream.send([data[: len(data) // 2]], deadline)
         self.inner.close("a frame was truncated by a fault")

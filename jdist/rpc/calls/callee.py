@@ -401,7 +401,7 @@ class ServedConnection:
 
     def read(self) -> None:
         """Serves requests until the channel closes, on this thread at first."""
-        self._channel.read(Reader(self._take, self._end, self._agent.pool))
+        self._channel.read(Reader(self._take, self._end))
 
     def _take(self, frame: Frame) -> None:
         """Serves one request."""

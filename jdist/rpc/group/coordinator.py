@@ -65,8 +65,6 @@ class Coordinator:
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._pool = ThreadPool("rpc coordinator", MOST_WORKERS)
-        # Apart from the threads that send, which have to end before the channels do.
-        self._readers = ThreadPool("rpc coordinator reads", 1)
         self._timer = Timer("rpc coordinator timer", self._pool)
         self._alarm = self._timer.alarm(self._expire)
         self._pace: Pace | None = None
@@ -133,7 +131,6 @@ class Coordinator:
         self._timer.close()
         self._pool.close(timeout=1.0)  # once all farewells are sent
         self._transport.close()
-        self._readers.close(timeout=1.0)
 
     # --- requests ---
 
@@ -156,7 +153,7 @@ class Coordinator:
             if member is not None:
                 self._gone(member, f"its connection closed ({reason})")
 
-        channel.read(Reader(take, end, self._readers, patient=False))
+        channel.read(Reader(take, end, patient=False))
 
     def _join(self, channel: Channel, frame: Frame) -> Member:
         info = WorkerInfo(frame.meta["name"], int(frame.meta["rank"]))

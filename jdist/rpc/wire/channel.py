@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.frame import Frame
 
 
@@ -32,14 +31,12 @@ class Reader(NamedTuple):
     Attributes:
       take: Called with each frame, in order.
       end: Called once, with the reason why there are no more.
-      pool: Lends the threads that read.
       patient: Whether a thread stays with a silent channel while few threads read. It
         then needs no other thread to begin to read the next frame.
     """
 
     take: Callable[[Frame], None]
     end: Callable[[str], None]
-    pool: ThreadPool
     patient: bool = True
 
     def read(self, receive: Callable[[], Frame | None]) -> None:
@@ -82,7 +79,7 @@ class Channel(Protocol):
         """Has `reader` take every frame, by one thread at a time.
 
         That is this thread at first, until the channel is silent or has closed, and
-        one of the reader's pool once frames come again.
+        one of the transport's once frames come again.
         """
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:

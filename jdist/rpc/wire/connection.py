@@ -1,10 +1,11 @@
 """A channel over a stream of bytes.
 
 One system call sends a small frame and one receives it, often together with the next
-ones: what arrives goes into a buffer, and frames are parsed out of that. A large body
+ones: what arrives goes into a buffer, and frames are copied out of that. A large array
 bypasses the buffer and is received into its final memory.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from jdist._compat import let_go
-from jdist._errors import value_error
 from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
@@ -23,9 +23,8 @@ from jdist.rpc.wire.frame import (
     ANSWERS,
     PREFIX_BYTES,
     Frame,
-    Header,
+    Layout,
     Limits,
-    Packed,
     allocate,
     assemble,
     is_duplicate,
@@ -35,11 +34,11 @@ from jdist.rpc.wire.frame import (
 )
 from jdist.rpc.wire.memory import MemoryPool
 from jdist.rpc.wire.silent_connections import PATIENCE, SilentConnections
-from jdist.rpc.wire.stream import MOST_DESCRIPTORS, CutOff
-from jdist.rpc.wire.tls import ByteStream
+from jdist.rpc.wire.stream import MOST_DESCRIPTORS, CutOff, Pieces, Stream
+from jdist.rpc.wire.tls import ByteStream, TlsStream
 
 _BUFFER = 96 << 10  # so that 64 KiB and a header come in one call
-# Smaller bodies are copied out of the buffer: another system call costs more.
+# What is smaller is copied out of the buffer: another system call costs more.
 _COPIED = _BUFFER // 2
 T = TypeVar("T")
 
@@ -63,25 +62,28 @@ class Connection:
     """A `jdist.rpc.wire.channel.Channel` over a byte stream.
 
     Args:
-      stream: Connected, and the peer's identity proved.
+      socket: Connected, and the peer's identity proved.
       peer: The name that it proved.
       terms: See there.
       pool: Memory for large arrays, when both sides can use it on this stream.
       on_close: Called once, when the connection has given back its socket.
       silent: Where `read` leaves it while it is silent; without, a thread stays.
+      tls: What sends and receives in place of the socket.
     """
 
     def __init__(
         self,
-        stream: ByteStream,
+        socket: Stream,
         peer: str,
         terms: Terms,
         pool: MemoryPool | None = None,
         on_close: Callable[["Connection"], None] | None = None,
         silent: SilentConnections | None = None,
+        tls: TlsStream | None = None,
     ) -> None:
         self.peer = peer
-        self._stream = stream
+        self._socket = socket
+        self._stream: ByteStream = tls or socket
         self._terms = terms
         self._pool = pool
         self._on_close = on_close
@@ -108,23 +110,24 @@ class Connection:
         # Releases received arrays that are no longer used, so that the answer may come
         # in the memory of an earlier one.
         let_go()
-        packed, descriptors = self._pack(frame)
+        descriptors: list[int] = []
         try:
-            self._sending.releasing(lambda: self._send(packed, deadline, descriptors))
+            lend = functools.partial(self._lend, descriptors)
+            pieces = pack(frame, self._terms.limits, lend)
+            self._sending.releasing(lambda: self._send(pieces, deadline, descriptors))
         finally:
-            if descriptors:
-                memory.close_all(descriptors)
+            memory.close_all(descriptors)
             if self._reason is not None:
                 self._release()
 
     def _send(
-        self, packed: Packed, deadline: float | None, descriptors: list[int]
+        self, pieces: Pieces, deadline: float | None, descriptors: list[int]
     ) -> None:
         self._sending.acquire(deadline, "another thread was still sending")
         try:
             if self._reason is not None:
                 raise NotSent(self._reason)
-            self._stream.send([packed.head, *packed.body], deadline, descriptors)
+            self._stream.send(pieces, deadline, descriptors)
         except (TimeoutError, NotSent) as error:
             # Without a byte sent the channel is as good as before. If the peer has
             # gone, an answer of it may be there to be read, and the end behind it.
@@ -137,49 +140,16 @@ class Connection:
             self._cut("sending was interrupted")
             raise
 
-    def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
-        apart = None if self._pool is None else memory.THRESHOLD
-        packed = pack(frame, apart)
-        descriptors: list[int] = []
-        if packed.apart:
-            assert self._pool is not None
-            descriptors = self._lend(self._pool, packed.apart)
-            if not descriptors:
-                packed = pack(frame)
-        header, body = len(packed.head) - PREFIX_BYTES, packed.size
-        if packed.apart:
-            body += sum(map(len, packed.apart))
-        leaves, most = len(frame.leaves), self._terms.limits
-        if header > most.header_bytes or body > most.body_bytes or leaves > most.leaves:
-            memory.close_all(descriptors)
-            self._refuse_size(header, body, leaves)
-        return packed, descriptors
-
-    def _refuse_size(self, header: int, body: int, leaves: int) -> None:
-        most = self._terms.limits
-        raised = ", or raise RpcOptions(max_array_bytes=...) on every worker"
-        for what, size, limit, other in (
-            ("a header of", header, most.header_bytes, ""),
-            ("arrays of together", body, most.body_bytes, raised),
-            ("a number of arrays of", leaves, most.leaves, ""),
-        ):
-            if size > limit:
-                rule = f"must have {what} at most {limit}"
-                raise value_error("rpc(value)", rule, size, f"Send it in parts{other}.")
-
-    @staticmethod
-    def _lend(pool: MemoryPool, leaves: list[memoryview]) -> list[int]:
-        """Lends a descriptor for each leaf, or none at all."""
-        if len(leaves) > MOST_DESCRIPTORS:
-            return []
-        descriptors: list[int] = []
-        for leaf in leaves:
-            descriptor = pool.lend(leaf)
-            if descriptor is None:
-                memory.close_all(descriptors)
-                return []
-            descriptors.append(descriptor)
-        return descriptors
+    def _lend(self, descriptors: list[int], leaf: memoryview) -> bool:
+        """Copies a large leaf into memory with a descriptor, if there is some."""
+        if self._pool is None or len(leaf) < memory.THRESHOLD:
+            return False
+        full = len(descriptors) == MOST_DESCRIPTORS
+        descriptor = None if full else self._pool.lend(leaf)
+        if descriptor is None:
+            return False
+        descriptors.append(descriptor)
+        return True
 
     # --- receiving ---
 
@@ -259,7 +229,7 @@ class Connection:
         silent, reader = self._silent, self._reader
         assert reader is not None
         # While few threads read, this one stays.
-        if silent is None or (reader.patient and silent.reading <= silent.most):
+        if silent is None or (reader.patient and silent.few_read):
             return self.receive()
         try:
             return self.receive(None, time.monotonic() + PATIENCE)
@@ -269,44 +239,30 @@ class Connection:
             # `receive` raises the reason for a closed one.
             self._is_silent = self._reason is None
         if self._is_silent:
-            descriptor = self._stream.fileno()
-            if silent.add(descriptor, self._read, self._has_ended, reader.pool):
+            descriptor = self._socket.fileno()
+            if silent.add(descriptor, self._read, self._has_ended):
                 return None
         self._is_silent = False
         return self.receive()
 
     def _has_ended(self) -> bool:
         """Whether a receive would find it closed."""
-        return self._reason is not None or self._stream.ended()
+        return self._reason is not None or self._socket.ended()
 
     def _next(self, deadline: float | None, begin: float | None) -> Frame:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
         if self._start == self._end:
-            self._start = self._end = 0
-            if len(self._buffer) > _BUFFER:
-                self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
-            first = deadline if begin is None else begin
-            self._end = self._stream.receive_into(self._buffer, first)
-        limits = self._terms.limits
+            self._refill(deadline if begin is None else begin)
         try:
-            sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
-            # A small body comes out of the buffer with its header.
-            small = sizes.body if sizes.body <= _COPIED else 0
-            parsed = self._parse(sizes.header + small, deadline)
-            header = parse_header(parsed[: sizes.header], sizes, limits)
-            if not header.leaves:
-                return assemble(header, (), None)
-            buffers = allocate(header)
-            if small:
-                rest = parsed[sizes.header :]
-                for buffer in buffers:
-                    buffer[:] = rest[: len(buffer)]
-                    rest = rest[len(buffer) :]
-            else:
-                self._receive_body(buffers, deadline)
-            apart = self._claim(header) if sizes.apart else ()
-            return assemble(header, buffers, self._terms.device, apart)
+            limits = self._terms.limits
+            size = parse_prefix(self._take(PREFIX_BYTES, deadline), limits)
+            message, layout = parse_header(self._take(size, deadline), limits)
+            buffers = allocate(layout)
+            for buffer in buffers:
+                self._fill(buffer, deadline)
+            apart = self._claim(layout) if layout.apart else ()
+            return assemble(message, layout, buffers, self._terms.device, apart)
         except TimeoutError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 self._cut("the deadline passed in the middle of a frame")
@@ -314,44 +270,37 @@ class Connection:
             what = f"nothing came for {self._terms.stall:g} s in the middle of a frame"
             raise ChannelClosed(what) from error
 
-    def _parse(self, size: int, deadline: float | None) -> memoryview:
-        """The next `size` bytes, valid until more is received."""
-        if size > self._end - self._start:
-            self._make_room(size)
-            while size > self._end - self._start:
-                free = self._buffer[self._end :]
-                self._end += self._stream.receive_into(free, self._patience(deadline))
-        start = self._start
-        self._start = end = start + size
-        return self._buffer[start:end]
+    def _take(self, size: int, deadline: float | None) -> bytearray:
+        data = bytearray(size)
+        self._fill(memoryview(data), deadline)
+        return data
 
-    def _make_room(self, size: int) -> None:
-        kept = self._buffer[self._start : self._end]
-        if size > len(self._buffer):
-            # At most a header within the limits, which were checked before.
-            self._buffer = memoryview(bytearray(size))
-        elif self._start == 0 or self._start + size <= len(self._buffer):
-            return
-        self._buffer[: len(kept)] = bytes(kept)
-        self._start, self._end = 0, len(kept)
-
-    def _receive_body(self, buffers: list[memoryview], deadline: float | None) -> None:
-        for buffer in buffers:
-            there = min(len(buffer), self._end - self._start)
-            buffer[:there] = self._buffer[self._start : self._start + there]
+    def _fill(self, view: memoryview, deadline: float | None) -> None:
+        """Receives all of a view: first what the buffer has."""
+        while True:
+            there = min(len(view), self._end - self._start)
+            view[:there] = self._buffer[self._start : self._start + there]
             self._start += there
-            rest = buffer[there:]
-            while rest:
-                until = self._patience(deadline)
-                rest = rest[self._stream.receive_into(rest, until, whole=True) :]
+            view = view[there:]
+            if not view:
+                return
+            until = self._patience(deadline)
+            if len(view) < _COPIED:
+                self._refill(until)
+            else:
+                view = view[self._stream.receive_into(view, until, whole=True) :]
 
-    def _claim(self, header: Header) -> list[memoryview]:
+    def _refill(self, until: float | None) -> None:
+        self._start = self._end = 0
+        self._end = self._stream.receive_into(self._buffer, until)
+
+    def _claim(self, layout: Layout) -> list[memoryview]:
         """The memory behind the descriptors that came with this frame."""
-        if self._pool is None or len(self._stream.descriptors) < len(header.apart):
+        if self._pool is None or len(self._socket.descriptors) < len(layout.apart):
             raise ProtocolError("A frame came without its memory descriptors.")
-        taken = [self._stream.descriptors.popleft() for _ in header.apart]
+        taken = [self._socket.descriptors.popleft() for _ in layout.apart]
         try:
-            return [memory.receive(taken.pop(0), size) for size in header.apart]
+            return [memory.receive(taken.pop(0), size) for size in layout.apart]
         finally:
             memory.close_all(taken)
 
@@ -363,7 +312,7 @@ class Connection:
 
     def usable(self) -> bool:
         """Whether it is open; see `Channel.usable`."""
-        return self._reason is None and self._stream.silent()
+        return self._reason is None and self._socket.silent()
 
     def close(self, reason: str = "closed on this side") -> None:
         """Closes both directions; see `Channel.close`."""
@@ -375,7 +324,7 @@ class Connection:
         with self._ending:
             if self._reason is None:
                 self._reason = reason
-                self._stream.shut()
+                self._socket.shut()
 
     def _ended(self, error: ChannelClosed) -> ChannelClosed:
         self._cut(str(error))
@@ -400,7 +349,7 @@ class Connection:
         def close() -> bool:
             if not self._receiving.try_acquire():
                 return False
-            self._stream.close()
+            self._socket.close()
             self._released = True
             return True
 

@@ -4,15 +4,16 @@ A frame is the same object over every transport. Inside one process its leaves t
 references; through a socket it is a fixed prefix, a msgpack header, and the arrays' own
 memory:
 
-    prefix   24 bytes   magic, version, sizes of header and body, leaves apart
+    prefix   12 bytes   magic, version, size of the header
     header   msgpack    kind, id, meta, tree, shared, and of each leaf flags, dtype
                         and shape
     body     raw        the slab: all small leaves, each at a multiple of 16;
                         then every large leaf
 
-The receiver knows all sizes before it allocates, and receives into final memory: one
-slab for the small leaves, aligned memory of its own for each large one. On one machine
-large leaves may travel *apart* from the body, as memory descriptors (see `memory`).
+The header tells all sizes before anything is allocated, and the body is received into
+final memory: one slab for the small leaves, aligned memory for each large one. On one
+machine large leaves may travel *apart* from the body, as memory descriptors (see
+`memory`).
 
 Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothing but
 `ProtocolError`, and nothing beyond `Limits` is ever allocated.
@@ -21,7 +22,7 @@ Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothi
 import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -87,9 +88,11 @@ def is_duplicate(frame: Frame, requests: DedupWindow) -> bool:
 
 # --- as bytes ---
 
-VERSION = 1
+VERSION = 2
+"""Version of the handshake and of frames. Workers of two versions do not talk."""
+
 _MAGIC = b"jdst"
-_PREFIX = struct.Struct("<4sIIIQ")
+_PREFIX = struct.Struct("<4sII")
 PREFIX_BYTES = _PREFIX.size
 
 _SMALL = 1 << 15
@@ -119,41 +122,14 @@ class Limits(NamedTuple):
     leaves: int = 1 << 16
 
 
-class Sizes(msgspec.Struct, frozen=True):
-    """The sizes that a prefix announces.
-
-    Attributes:
-      header: Bytes of the header, which follow the prefix.
-      body: Bytes of the body, which follow the header.
-      apart: Number of leaves that come as memory descriptors.
-    """
-
-    header: int
-    body: int
-    apart: int
-
-
-class Packed(msgspec.Struct, frozen=True):
-    """A frame as bytes, in the order in which they are sent.
-
-    Attributes:
-      head: Prefix and header.
-      body: The pieces of the body; of large leaves their own memory, not a copy.
-      apart: The leaves to be sent as memory descriptors, in order.
-      size: Bytes of the body.
-    """
-
-    head: bytes
-    body: list[memoryview]
-    apart: list[memoryview]
-    size: int
+_LIMITS = Limits()
 
 
 _Described = tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]
 """Flags, dtype and shape of a leaf."""
 
 
-class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The header as msgpack; of each leaf flags, dtype and shape."""
 
     kind: Annotated[str, msgspec.Meta(max_length=64)]
@@ -171,22 +147,16 @@ class _Leaf(NamedTuple):
     offset: int | None  # In the slab; None for a leaf with memory of its own.
 
 
-_Layout = tuple[tuple[_Leaf, ...], int, tuple[int, ...], tuple[int, ...]]
-"""The places of the bytes of some leaves: all of `Header` but the message."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """A decoded and checked header.
+class Layout(NamedTuple):
+    """The places of the bytes of some leaves.
 
     Attributes:
-      message: Fields of the message.
       leaves: The type of each leaf and the place of its bytes.
       slab: Size of the slab in bytes.
       large: Size in bytes of each large leaf, in order.
       apart: Size in bytes of each leaf sent as a memory descriptor, in order.
     """
 
-    message: _Message
     leaves: tuple[_Leaf, ...]
     slab: int
     large: tuple[int, ...]
@@ -194,56 +164,71 @@ class Header(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Message)
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
 # --- sending ---
 
 
-def pack(frame: Frame, apart: int | None = None) -> Packed:
-    """Encodes a frame as bytes.
+def pack(
+    frame: Frame,
+    limits: Limits = _LIMITS,
+    apart: Callable[[memoryview], bool] | None = None,
+) -> list[bytes | memoryview]:
+    """Encodes a frame as bytes: prefix and header, then the pieces of the body.
 
     Args:
       frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
-      apart: Leaves of at least this many bytes travel as memory descriptors.
+      limits: Limits that it must keep.
+      apart: Sends a large leaf as a memory descriptor; False if it cannot.
+
+    Returns:
+      The pieces in order. Those of large leaves are their own memory, not a copy.
 
     Raises:
       TypeError: A dtype, or a value of the metadata, cannot travel.
-      ValueError: The header is larger than any limit can be.
+      ValueError: The frame is beyond the limits.
     """
     described = []
     slab: list[bytes] = []
-    filled = 0
+    filled = total = 0
     large: list[memoryview] = []
-    separate: list[memoryview] = []
     for leaf in frame.leaves:
         array = host(leaf)
         flags = 0
         if type(leaf) is not np.ndarray:
             flags = _JAX | _WEAK if leaf.weak_type else _JAX
         nbytes = array.nbytes
-        if apart is not None and nbytes >= max(apart, 1):
-            flags |= _APART
-            separate.append(_bytes_of(array))
-        elif nbytes >= _SMALL:
-            large.append(_bytes_of(array))
-        else:
+        total += nbytes
+        if nbytes < _SMALL:
             gap = -filled % _ALIGNMENT
             slab += (bytes(gap), array.tobytes())
             filled += gap + nbytes
+        else:
+            data = array.reshape(-1).view(np.uint8).data
+            if apart is not None and apart(data):
+                flags |= _APART
+            else:
+                large.append(data)
         # As in `dtype_name`, without a call for each array.
         name = DTYPE_NAMES.get(array.dtype) or dtype_name(array.dtype)
         described.append((flags, name, array.shape))
     fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, described)
     header = _encoder.encode(fields)
-    if len(header) >= 1 << 32:
-        rule = "must have fewer than 4 GiB outside its arrays"
-        remedy = "Send large data as arrays, bytes or text."
-        raise value_error("rpc(value)", rule, len(header), remedy)
-    body = [memoryview(b"".join(slab)), *large] if filled else large
-    size = sum(map(len, body))
-    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
-    return Packed(prefix + header, body, separate, size)
+    for what, size, limit, other in (
+        ("a header of", len(header), limits.header_bytes, ""),
+        ("arrays of together", total, limits.body_bytes, _OR_RAISE),
+        ("a number of arrays of", len(described), limits.leaves, ""),
+    ):
+        if size > limit:
+            rule = f"must have {what} at most {limit}"
+            raise value_error("rpc(value)", rule, size, f"Send it in parts{other}.")
+    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
+    small = [b"".join(slab)] if filled else []
+    return [prefix + header, *small, *large]
+
+
+_OR_RAISE = ", or raise RpcOptions(max_array_bytes=...) on every worker"
 
 
 def host(leaf: Any) -> np.ndarray:
@@ -255,22 +240,18 @@ def host(leaf: Any) -> np.ndarray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
 # --- receiving ---
 
 
-def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
-    """Decodes the sizes in a prefix of `PREFIX_BYTES`.
+def parse_prefix(data: Bytes, limits: Limits) -> int:
+    """Decodes the size of the header in a prefix of `PREFIX_BYTES`.
 
     Raises:
       ProtocolError: It is no prefix, one of another version, or beyond the limits.
     """
     if len(data) != PREFIX_BYTES:
         raise ProtocolError(f"A prefix has {PREFIX_BYTES} bytes. Got {len(data)}.")
-    magic, version, header, apart, body = _PREFIX.unpack(data)
+    magic, version, header = _PREFIX.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError(f"Not a message of jdist: it begins with {magic!r}.")
     if version != VERSION:
@@ -280,15 +261,11 @@ def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
         )
     if header > limits.header_bytes:
         raise _beyond("header", header, limits.header_bytes)
-    if body > limits.body_bytes:
-        raise _beyond("body", body, limits.body_bytes, _RAISED)
-    if apart > limits.leaves:
-        raise _beyond("number of arrays", apart, limits.leaves)
-    return Sizes(header, body, apart)
+    return int(header)
 
 
-def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
-    """Decodes a header and checks each field, also against the announced sizes.
+def parse_header(data: Bytes, limits: Limits) -> tuple[Message, Layout]:
+    """Decodes a header, checks each field, and lays its arrays out.
 
     Raises:
       ProtocolError: It is malformed, inconsistent, or beyond the limits.
@@ -302,16 +279,11 @@ def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
         raise _beyond("number of arrays", got, limits.leaves)
     # Only short descriptions are cached, which bounds the cache's memory.
     few = len(message.leaves) <= _FEW
-    layout = (_known_layout if few else _layout)(message.leaves, limits.body_bytes)
-    leaves, slab, large, apart = layout
-    if slab + sum(large) != sizes.body:
-        raise ProtocolError(f"The arrays do not fill the body of {sizes.body} bytes.")
-    if len(apart) != sizes.apart:
-        raise ProtocolError(f"Not {sizes.apart} arrays travel apart, as announced.")
-    return Header(message, leaves, slab, large, apart)
+    lay_out = _known_layout if few else _layout
+    return message, lay_out(message.leaves, limits.body_bytes)
 
 
-def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
+def _layout(described: tuple[_Described, ...], limit: int) -> Layout:
     leaves: list[_Leaf] = []
     large: list[int] = []
     apart: list[int] = []
@@ -330,7 +302,7 @@ def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
     total = filled + sum(large) + sum(apart)
     if total > limit:
         raise _beyond("body", total, limit, _RAISED)
-    return tuple(leaves), filled, tuple(large), tuple(apart)
+    return Layout(tuple(leaves), filled, tuple(large), tuple(apart))
 
 
 _FEW = 8
@@ -379,15 +351,16 @@ def aligned(nbytes: int) -> memoryview:
     return whole.data[start : start + nbytes]
 
 
-def allocate(header: Header) -> list[memoryview]:
+def allocate(layout: Layout) -> list[memoryview]:
     """Allocate the memory to receive the body into, in order; no piece is empty."""
-    memory = [memoryview(bytearray(header.slab))] if header.slab else []
-    memory += map(aligned, header.large)
+    memory = [memoryview(bytearray(layout.slab))] if layout.slab else []
+    memory += map(aligned, layout.large)
     return memory
 
 
 def assemble(
-    header: Header,
+    message: Message,
+    layout: Layout,
     buffers: Sequence[memoryview],
     device: jax.Device | None,
     apart: Sequence[memoryview] = (),
@@ -395,19 +368,20 @@ def assemble(
     """Build the frame over the received memory, which its leaves then own.
 
     Args:
-      header: As `parse_header` gave it.
+      message: As `parse_header` gave it.
+      layout: Likewise.
       buffers: As `allocate` gave them, filled.
       device: Where JAX arrays are placed; None for JAX's default.
       apart: The memory behind the descriptors, writable, in order; each piece of at
-        least `header.apart` bytes.
+        least `layout.apart` bytes.
 
     Raises:
       ProtocolError: JAX cannot hold an array.
     """
-    message, large, separate = header.message, iter(buffers), iter(apart)
-    slab: Any = next(large) if header.slab else bytearray()
+    large, separate = iter(buffers), iter(apart)
+    slab: Any = next(large) if layout.slab else bytearray()
     leaves: list[Any] = []
-    for dtype, shape, flags, offset in header.leaves:
+    for dtype, shape, flags, offset in layout.leaves:
         if offset is None:
             memory = next(separate if flags & _APART else large)
             array = np.ndarray(shape, dtype, memory)

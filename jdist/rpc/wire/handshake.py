@@ -24,7 +24,6 @@ import hmac
 import secrets
 import socket
 import struct
-from enum import IntFlag
 from typing import NamedTuple
 
 from jdist._errors import type_error, value_error
@@ -32,11 +31,8 @@ from jdist._tree import type_name
 from jdist.rpc.base.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import NotSent
+from jdist.rpc.wire.frame import VERSION
 from jdist.rpc.wire.tls import ByteStream
-
-VERSION = 1
-"""Version of the handshake and of the protocol after it. Workers of two versions do not
-talk."""
 
 NO_BINDING = bytes(32)
 SHORTEST_KEY = 16
@@ -54,7 +50,7 @@ too."""
 
 _LISTENER = b"jdist listener\x00\x00"
 _CONNECTOR = b"jdist connector\x00"
-
+_MEMORY = 1  # the ability to take large arrays as memory descriptors
 
 REMEDY = (
     "Every synchronous call that is under way has a connection: make fewer at a time, "
@@ -63,23 +59,16 @@ REMEDY = (
 """Remedy for a process that may open no more files."""
 
 
-class Ability(IntFlag):
-    """Optional abilities of a side; used when both sides have them."""
-
-    NONE = 0
-    MEMORY = 1  # takes large arrays as memory descriptors
-
-
 class Proved(NamedTuple):
     """The outcome of a handshake.
 
     Attributes:
       peer: The other side's name, which its proof covers.
-      abilities: The abilities that both sides have.
+      memory: Whether both sides take large arrays as memory descriptors.
     """
 
     peer: str
-    abilities: Ability
+    memory: bool
 
 
 class Identity(NamedTuple):
@@ -88,22 +77,22 @@ class Identity(NamedTuple):
     Attributes:
       name: Name of this worker.
       key: Key of the cluster.
-      abilities: The abilities of this side on this connection.
+      memory: Whether this side takes large arrays as memory descriptors.
       binding: SHA-256 of the listener's certificate, or NO_BINDING without TLS.
     """
 
     name: str
     key: bytes
-    abilities: Ability = Ability.NONE
+    memory: bool = False
     binding: bytes = NO_BINDING
 
     def __repr__(self) -> str:
-        return f"Identity(name={self.name!r}, key=..., abilities={self.abilities!r})"
+        return f"Identity(name={self.name!r}, key=...)"
 
 
 class _Hello(NamedTuple):
     version: int
-    abilities: int
+    memory: bool
     name: str
 
 
@@ -168,7 +157,7 @@ def connect(
             f"Worker {hello.name!r} listens where {peer!r} was expected."
         )
     stream.send([_prove(_CONNECTOR, me, mine, theirs)], deadline)
-    return Proved(hello.name, me.abilities & Ability(hello.abilities & _KNOWN))
+    return Proved(hello.name, me.memory and hello.memory)
 
 
 def refuse(sock: socket.socket) -> None:
@@ -204,10 +193,7 @@ def accept(stream: ByteStream, me: Identity, deadline: float | None) -> Proved:
             f"What connected as worker {hello.name!r} could not prove that it knows "
             f"the cluster's key. {SAME_KEY}"
         )
-    return Proved(hello.name, me.abilities & Ability(hello.abilities & _KNOWN))
-
-
-_KNOWN = sum(Ability)
+    return Proved(hello.name, me.memory and hello.memory)
 
 
 def _prove(label: bytes, me: Identity, connector: bytes, listener: bytes) -> bytes:
@@ -219,7 +205,8 @@ def _prove(label: bytes, me: Identity, connector: bytes, listener: bytes) -> byt
 def _pack_hello(me: Identity, peer: str) -> bytes:
     nonce = secrets.token_bytes(_NONCE)
     names = _pack_name(me.name), _pack_name(peer)
-    return _HELLO.pack(_MAGIC, VERSION, me.abilities, *names, nonce)
+    abilities = _MEMORY if me.memory else 0
+    return _HELLO.pack(_MAGIC, VERSION, abilities, *names, nonce)
 
 
 def _pack_name(name: str) -> bytes:
@@ -236,7 +223,7 @@ def _read_hello(data: bytes) -> _Hello:
         )
     if magic != _MAGIC:
         raise ProtocolError("The other side does not speak jdist's protocol.")
-    return _Hello(version, abilities, _read_name(name))
+    return _Hello(version, bool(abilities & _MEMORY), _read_name(name))
 
 
 def _read_name(field: bytes) -> str:

@@ -12,7 +12,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -71,7 +71,7 @@ class InProcessTransport:
         self._lock = threading.Lock()
         self._on_channel: Callable[[Channel], None] | None = None
         self._channels: set[_End] = set()
-        self._threads = ThreadPool(f"{name} reads", 1)
+        self.threads = ThreadPool(f"{name} reads", 1)
         self._closed = False
         hub.transports[name] = self
 
@@ -110,7 +110,7 @@ class InProcessTransport:
         for channel in channels:
             channel.close("the worker has ended")
         # Bounded: a thread may be running a function of the user.
-        self._threads.close(timeout=1.0)
+        self.threads.close(timeout=1.0)
 
     def _adopt(self, channel: "_End") -> None:
         with self._lock:
@@ -121,12 +121,8 @@ class InProcessTransport:
     def _accept(self, channel: "_End") -> None:
         if self._on_channel is None:
             raise ChannelClosed("the worker does not listen yet")
-        channel.unserved = self._start
+        channel.unread = functools.partial(self._on_channel, channel)
         self._adopt(channel)
-
-    def _start(self, channel: "_End") -> None:
-        if self._on_channel is not None:
-            self._threads.start(functools.partial(self._on_channel, channel))
 
     def forget(self, channel: "_End") -> None:
         """Forgets a closed channel."""
@@ -138,8 +134,9 @@ class _End:
     """One end of a channel.
 
     Attributes:
-      unserved: Starts the thread that reads this end, which only begins with the first
-        frame: most channels only ever carry calls that run in the caller's thread.
+      unread: Reads this end, on the thread that the next frame starts; None while a
+        thread reads it, or nothing has to. At first it serves the channel: most only
+        ever carry calls that run in the caller's thread, and need no thread.
     """
 
     other: "_End"
@@ -148,7 +145,7 @@ class _End:
         self, here: InProcessTransport, peer: str, there: InProcessTransport
     ) -> None:
         self.peer = peer
-        self.unserved: Callable[[_End], None] | None = None
+        self.unread: Callable[[], None] | None = None
         self._here = here
         self._there = there
         self._arrived: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -156,7 +153,6 @@ class _End:
         self._lock = threading.Lock()
         self._requests = DedupWindow(first=1)
         self._reader: Reader | None = None
-        self._unread = False  # by any thread, though it has a reader
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """See `Channel.send`."""
@@ -191,17 +187,17 @@ class _End:
 
     def _read_unread(self) -> None:
         with self._lock:
-            unread, self._unread = self._unread, False
-        if unread:
-            self._read()
+            read, self.unread = self.unread, None
+        if read is not None:
+            read()
 
     def _receive_or_leave(self) -> Frame | None:
         with self._lock:
             # In this order: a frame that comes meanwhile finds it unread, or is found.
-            self._unread = True
+            self.unread = self._read
             if self._arrived.empty():
                 return None  # another thread may be reading already
-            self._unread = False
+            self.unread = None
         return self.receive()
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
@@ -238,16 +234,12 @@ class _End:
 
     def _put(self, frame: Frame | None) -> None:
         self._arrived.put(frame)
-        if self._unread:
-            assert self._reader is not None
+        # A channel that closes before its first frame needs no thread.
+        needed = frame is not None or self._reader is not None
+        if needed and self.unread is not None:
             # The thread that comes notes that it reads. Noted here, an interrupt
             # could leave it noted without a thread on its way.
-            self._reader.pool.run(self._read_unread)
-        elif self.unserved is not None and frame is not None:
-            with self._lock:
-                start, self.unserved = self.unserved, None
-            if start is not None:
-                start(self)
+            self._here.threads.run(self._read_unread)
 
     def _answer_to(self, number: int, deadline: float | None) -> Frame:
         while True:
@@ -273,20 +265,16 @@ class _End:
 def _moved(frame: Frame, receiver: InProcessTransport) -> Frame:
     if not frame.leaves:
         return frame
-    moved = adopt(frame.leaves, receiver.device)
+    moved = [adopt(leaf, receiver.device) for leaf in frame.leaves]
     return msgspec.structs.replace(frame, leaves=moved)
 
 
-def adopt(leaves: Sequence[Any], device: jax.Device | None) -> list[Any]:
-    """Convert leaves for another worker of the same process.
+def adopt(leaf: Any, device: jax.Device | None) -> Any:
+    """Convert a leaf for another worker of the same process.
 
-    NumPy arrays are copied, because either side may write to its own. JAX arrays
-    cannot be written: they are shared, or moved if they are not on `device`.
+    A NumPy array is copied, because either side may write to its own. A JAX array
+    cannot be written: it is shared, or moved if it is not on `device`.
     """
-    return [_adopted(leaf, device) for leaf in leaves]
-
-
-def _adopted(leaf: Any, device: jax.Device | None) -> Any:
     if type(leaf) is np.ndarray:
         return leaf.copy()
     if device is None or leaf.devices() == {device}:

@@ -169,7 +169,7 @@ class SharedConnection:
     # --- the reader ---
 
     def _read(self) -> None:
-        self._channel.read(Reader(self._take, self._end, self._pool))
+        self._channel.read(Reader(self._take, self._end))
 
     def _take(self, frame: Frame) -> None:
         if not self._answer(frame.id, frame) and self._on_push is not None:

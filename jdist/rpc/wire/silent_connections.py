@@ -9,13 +9,9 @@ for all of these. Once one can be read, it passes that one to a thread of the po
 import contextlib
 import functools
 import logging
-import select
 import selectors
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection
 
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.stream import leave_to_parent
@@ -31,19 +27,8 @@ _FEW = 7
 from each other one, and one from the coordinator. They wait without a limit, because a
 limit in each receive costs calls time."""
 
-# Others look only at those descriptors that are known when the wait begins.
-_CAN_BE_ADDED_TO = hasattr(select, "epoll") or hasattr(select, "kqueue")
-
 Read = Callable[[], None]
 """Reads a connection on this thread until it is silent or has closed."""
-
-
-class _Silent(NamedTuple):
-    """A connection without a thread."""
-
-    read: Read
-    ended: Callable[[], bool]
-    pool: ThreadPool
 
 
 class SilentConnections:
@@ -51,33 +36,27 @@ class SilentConnections:
 
     A thread that begins to read one of its connections does so within `run`.
 
+    Args:
+      connections: All of its open connections.
+      pool: Lends the threads that wait and read.
+
     Attributes:
       reading: How many threads read.
-      most: How many of them may stay with a connection on which nothing comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Collection[object], pool: ThreadPool) -> None:
         self.reading = 0
+        self._connections = connections
+        self._pool = pool
         self._lock = threading.Lock()
-        self._over = threading.Condition(self._lock)
-        self._selector: selectors.BaseSelector | None = None
-        self._silent = 0  # that the selector knows
-        self._watched = False
-        self._closing = False
-        self._peers: Counter[str] = Counter()
-        self.most = self._limit()
+        self._selector: selectors.BaseSelector | None = None  # while one is silent
+        self._closed = False
 
-    def opened(self, peer: str) -> None:
-        """Counts a connection to this peer."""
-        with self._lock:
-            self._peers[peer] += 1
-            self.most = self._limit()
-
-    def closed(self, peer: str) -> None:
-        """Counts one less."""
-        with self._lock:
-            self._peers -= Counter((peer,))  # drops a peer without any
-            self.most = self._limit()
+    @property
+    def few_read(self) -> bool:
+        """Whether a thread may stay with a connection on which nothing comes."""
+        # Of a large group half as many as it has workers, each with ten connections.
+        return self.reading <= max(_FEW, len(self._connections) // 10)
 
     def run(self, read: Read) -> None:
         """Calls `read` on this thread."""
@@ -90,81 +69,63 @@ class SilentConnections:
         with self._lock:
             self.reading -= 1
 
-    def add(
-        self, descriptor: int, read: Read, ended: Callable[[], bool], pool: ThreadPool
-    ) -> bool:
+    def add(self, descriptor: int, read: Read, ended: Callable[[], bool]) -> bool:
         """Has `read` called, on another thread, once the descriptor can be read.
 
         Args:
           descriptor: Descriptor of a connection that this thread no longer reads.
           read: See there.
           ended: Whether all that `read` would find is that the connection has closed.
-          pool: Lends the threads that wait and read.
 
         Returns:
           False if it cannot be waited for here.
         """
         with self._lock:
-            if self._closing or not _CAN_BE_ADDED_TO:
+            if self._closed:
                 return False
-            silent = _Silent(read, ended, pool)
             try:
                 if self._selector is None:
-                    self._selector = selectors.DefaultSelector()
-                    leave_to_parent(self._selector)
-                selector = self._selector
-                if not self._watched:
-                    pool.start(functools.partial(self._watch, selector))
-                    self._watched = True
-                selector.register(descriptor, selectors.EVENT_READ, silent)
+                    self._selector = self._watched()
+                self._selector.register(descriptor, selectors.EVENT_READ, (read, ended))
             except (OSError, RuntimeError, MemoryError):
                 return False  # no more files, or no more threads
-            self._silent += 1
             return True
 
-    def close(self, until: float) -> None:
-        """Ends the wait, after the connections were closed.
-
-        Args:
-          until: When to return if threads still read connections.
-        """
+    def close(self) -> None:
+        """Takes no more; the wait ends once the silent connections have closed."""
         with self._lock:
-            self._closing = True
-            self._over.wait_for(
-                lambda: not self._watched, max(0.0, until - time.monotonic())
-            )
-            self._release()
+            self._closed = True
+
+    def _watched(self) -> selectors.BaseSelector:
+        selector = selectors.DefaultSelector()
+        leave_to_parent(selector)
+        try:
+            self._pool.start(functools.partial(self._watch, selector))
+        except BaseException:
+            selector.close()
+            raise
+        return selector
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Waits for the silent connections until there is none."""
         while True:
             with self._lock:
-                if not self._silent:
-                    self._watched = False
-                    self._over.notify_all()
-                    self._release()
+                if not selector.get_map():
+                    self._selector = None
+                    selector.close()
                     return
             for key, _ in selector.select():
                 with self._lock:
                     selector.unregister(key.fd)
-                    self._silent -= 1
-                self._pass_on(key.data)
+                self._pass_on(*key.data)
                 del key  # it has the connection, and this thread may wait for long
 
-    def _pass_on(self, silent: _Silent) -> None:
+    def _pass_on(self, read: Read, ended: Callable[[], bool]) -> None:
         # To end a connection takes less than to start a thread, and when a worker or a
         # whole group ends, hundreds close at once. So this thread reads the end itself.
-        if not silent.ended():
+        if not ended():
             # If the system refuses a new thread, this one reads.
             with contextlib.suppress(RuntimeError, MemoryError):
-                silent.pool.start(functools.partial(self.run, silent.read))
+                self._pool.start(functools.partial(self.run, read))
                 return
-        self.run(silent.read)
-
-    def _limit(self) -> int:
-        return max(_FEW, len(self._peers) // 2)
-
-    def _release(self) -> None:
-        """Closes the selector if nothing will be added to it; under the lock."""
-        if self._closing and not self._watched and self._selector is not None:
-            self._selector.close()
+        self.run(read)

@@ -25,7 +25,7 @@ from jdist.rpc.wire import handshake, memory
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.connection import Connection, Terms
 from jdist.rpc.wire.frame import Limits
-from jdist.rpc.wire.handshake import NO_BINDING, REMEDY, Ability, Identity
+from jdist.rpc.wire.handshake import NO_BINDING, REMEDY, Identity
 from jdist.rpc.wire.silent_connections import SilentConnections
 from jdist.rpc.wire.sockets import (
     LOOPBACK,
@@ -42,7 +42,6 @@ from jdist.rpc.wire.sockets import (
 from jdist.rpc.wire.stream import Polling, Stream
 from jdist.rpc.wire.tls import (
     FIRST_BYTE,
-    ByteStream,
     Credentials,
     TlsConfig,
     TlsStream,
@@ -60,16 +59,12 @@ def _spare_descriptor() -> int:
 
 
 def _no_more_files(peer: str) -> str:
-    try:
-        import resource  # not on every platform
-    except ImportError:
-        limit = ""
-    else:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = f" (their number is limited to {most})"
+    import resource  # Windows, where this module can be imported, has none
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
-        f"This process may open no more files{limit}, and a connection to {peer!r} is "
-        f"one. {REMEDY}"
+        f"This process may open no more files (their number is limited to {most}), and "
+        f"a connection to {peer!r} is one. {REMEDY}"
     )
 
 
@@ -148,8 +143,8 @@ class SocketTransport:
         self._attempts: dict[Attempt, str] = {}  # to which worker
         self._abandoned: dict[str, str] = {}
         self._connections: set[Connection] = set()
-        self._silent = SilentConnections()
         self._threads = ThreadPool(f"{name} reads", 1)
+        self._silent = SilentConnections(self._connections, self._threads)
         self._accepting: threading.Thread | None = None
         self._on_channel: Callable[[Channel], None]  # from `serve` on
         self._closed = threading.Event()
@@ -210,14 +205,9 @@ class SocketTransport:
     ) -> Connection:
         sock = dial(address, deadline, attempt)
         try:
-            stream = Stream(sock)
-        except BaseException:
-            sock.close()
-            raise
-        try:
-            return self._connected(stream, is_unix(sock), peer, deadline)
+            return self._connected(Stream(sock), is_unix(sock), peer, deadline)
         except BaseException as error:
-            stream.close()
+            sock.close()
             if isinstance(error.__cause__, ssl.SSLError):
                 raise AuthenticationError(f"TLS was refused: {error}.") from error
             raise
@@ -225,37 +215,33 @@ class SocketTransport:
     def _connected(
         self, stream: Stream, local: bool, peer: str, deadline: float | None
     ) -> Connection:
-        secured: ByteStream = stream
-        binding = NO_BINDING
+        tls, binding = None, NO_BINDING
         if not local and self._wants_tls(stream):
             known = self._credentials
             context = connector_context() if known is None else known.connector
-            secured = tls = TlsStream(stream, context, False, deadline)
+            tls = TlsStream(stream, context, False, deadline)
             binding = tls.peer_fingerprint()
         me = self._identity(local, binding)
-        proved = handshake.connect(secured, me, peer, deadline)
-        return self._adopt(stream, secured, proved)
+        proved = handshake.connect(tls or stream, me, peer, deadline)
+        return self._adopt(stream, tls, proved)
 
     def _wants_tls(self, stream: Stream) -> bool:
         return self._forced or not (self._insecure or is_loopback(stream.peer_host()))
 
     def _identity(self, local: bool, binding: bytes) -> Identity:
         able = local and self._pool is not None
-        abilities = Ability.MEMORY if able else Ability.NONE
-        return self._me._replace(abilities=abilities, binding=binding)
+        return self._me._replace(memory=able, binding=binding)
 
     def _adopt(
-        self, stream: Stream, secured: ByteStream, proved: handshake.Proved
+        self, stream: Stream, tls: TlsStream | None, proved: handshake.Proved
     ) -> Connection:
-        memory_too = Ability.MEMORY in proved.abilities
-        stream.passes_descriptors = memory_too
+        stream.passes_descriptors = proved.memory
         if self.polling:
             stream.polling = Polling(self.polling)
-        pool = self._pool if memory_too else None
+        pool = self._pool if proved.memory else None
         connection = Connection(
-            secured, proved.peer, self._terms, pool, self._forget, self._silent
+            stream, proved.peer, self._terms, pool, self._forget, self._silent, tls
         )
-        self._silent.opened(proved.peer)
         with self._lock:
             self._connections.add(connection)
         # `close` may have taken its copy of the connections before this one was added.
@@ -264,7 +250,6 @@ class SocketTransport:
         return connection
 
     def _forget(self, connection: Connection) -> None:
-        self._silent.closed(connection.peer)
         with self._lock:
             self._connections.discard(connection)
 
@@ -306,8 +291,8 @@ class SocketTransport:
             attempt.give_up(_ENDED)
         for connection in connections:
             connection.close(_ENDED)
+        self._silent.close()
         self._threads.close(until - time.monotonic())
-        self._silent.close(until)
         self._woken.close()
         os.close(self._spare)
         if self._pool is not None:
@@ -423,14 +408,14 @@ class SocketTransport:
             on_failure.pop_all()
 
     def _accepted(self, stream: Stream, local: bool, deadline: float) -> Connection:
-        secured: ByteStream = stream
-        binding = NO_BINDING
+        tls, binding = None, NO_BINDING
         if not local and stream.peek(deadline) == FIRST_BYTE:
             if self._credentials is None:
                 raise AuthenticationError("A peer began TLS, which is not set up here.")
             binding = self._credentials.fingerprint
-            secured = TlsStream(stream, self._credentials.listener, True, deadline)
+            tls = TlsStream(stream, self._credentials.listener, True, deadline)
         elif not local and self._wants_tls(stream):
             raise AuthenticationError("A peer came without TLS.")
-        proved = handshake.accept(secured, self._identity(local, binding), deadline)
-        return self._adopt(stream, secured, proved)
+        me = self._identity(local, binding)
+        proved = handshake.accept(tls or stream, me, deadline)
+        return self._adopt(stream, tls, proved)

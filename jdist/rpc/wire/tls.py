@@ -16,7 +16,6 @@ import os
 import ssl
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -108,16 +107,13 @@ def connector_context() -> ssl.SSLContext:
 
 
 class TlsStream:
-    """A byte stream encrypted over a `Stream`, with the methods of that.
+    """A byte stream encrypted over a `Stream`, which sends and receives as that does.
 
     Args:
-      stream: Connected; owned by this stream.
+      stream: Connected; whoever made it ends it.
       context: The TLS context of this side.
       is_listener: Which side this is.
       deadline: For TLS's own handshake, which is done here.
-
-    Attributes:
-      descriptors: Always empty: memory cannot be passed between machines.
 
     Raises:
       AuthenticationError: The certificate is not accepted, by either side.
@@ -131,7 +127,6 @@ class TlsStream:
         is_listener: bool,
         deadline: float | None,
     ) -> None:
-        self.descriptors: deque[int] = deque()
         self._stream = stream
         self._received = ssl.MemoryBIO()
         self._to_send = ssl.MemoryBIO()
@@ -188,26 +183,6 @@ class TlsStream:
                     raise (ChannelClosed if begun else NotSent)(str(error)) from error
                 begun = True
 
-    def silent(self) -> bool:
-        """Whether it is open and nothing has come that was not received."""
-        return self._stream.silent()
-
-    def ended(self) -> bool:
-        """Whether the other side has closed it and all that came was received."""
-        return self._stream.ended()
-
-    def fileno(self) -> int:
-        """The socket's descriptor."""
-        return self._stream.fileno()
-
-    def shut(self) -> None:
-        """Ends both directions; threads blocked in this stream wake up."""
-        self._stream.shut()
-
-    def close(self) -> None:
-        """Gives the socket back."""
-        self._stream.close()
-
     def _handshake(self, deadline: float | None) -> None:
         while True:
             try:
@@ -233,7 +208,7 @@ class TlsStream:
 
 
 ByteStream = Stream | TlsStream
-"""What a connection needs: a socket, or TLS over one."""
+"""What sends and receives: a socket, or TLS over one."""
 
 
 def _context(protocol: int) -> ssl.SSLContext:

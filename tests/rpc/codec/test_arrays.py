@@ -99,14 +99,14 @@ def test_adopting(rng):
     here, elsewhere = jax.devices("cpu")[1:3]
     array = np.asfortranarray(rng.normal(size=(4, 5)))
     placed = jax.device_put(array, here)
-    copied, shared = adopt([array, placed], here)
+    copied, shared = adopt(array, here), adopt(placed, here)
     assert copied.flags.c_contiguous
     assert copied.flags.writeable
     assert not np.shares_memory(copied, array)
     np.testing.assert_array_equal(copied, array)
     assert shared is placed
-    assert adopt([placed], None) == [placed]
-    (moved,) = adopt([placed], elsewhere)
+    assert adopt(placed, None) is placed
+    moved = adopt(placed, elsewhere)
     assert moved.devices() == {elsewhere}
     np.testing.assert_array_equal(np.asarray(moved), array)
 
@@ -118,6 +118,6 @@ def test_an_array_that_leaves_a_mesh_forgets_its_explicit_axes(spec):
     mesh = jax.make_mesh((2,), ("all",), (AxisType.Explicit,), devices=devices[:2])
     sent = jax.device_put(np.arange(6.0).reshape(2, 3), NamedSharding(mesh, spec))
     for device in (devices[1], devices[3]):
-        (found,) = adopt([sent], device)
+        found = adopt(sent, device)
         assert found.devices() == {device}
         assert jax.jit(lambda x: (x * x).sum())(found) == 55.0

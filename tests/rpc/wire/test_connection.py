@@ -19,6 +19,7 @@ from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.connection import Terms
 from jdist.rpc.wire.frame import Frame, Limits, pack
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, Stream
+from tests.rpc.carriers import pack_apart
 from tests.rpc.sockets import (
     Outcome,
     call,
@@ -50,8 +51,7 @@ def raw():
 
 
 def _bytes(frame):
-    packed = pack(frame)
-    return b"".join([packed.head, *packed.body])
+    return b"".join(pack(frame))
 
 
 def _same(got, sent):
@@ -112,7 +112,7 @@ def test_frames_of_every_size(either, rng):
 
 
 def test_large_arrays_go_as_memory(memory_pair, rng):
-    """Through the socket goes the header only; with too many of them, everything."""
+    """Through the socket go the header, and arrays beyond a number."""
     left, right = memory_pair
     large = rng.standard_normal(memory.THRESHOLD // 8)
     # Nobody reads meanwhile, so what is not in the socket's buffer went elsewhere.
@@ -291,15 +291,10 @@ def test_limits_of_what_is_received(frame, message):
 # --- memory descriptors of a hostile peer ---
 
 
-def _with_descriptors(sock, frame, passed, apart=None):
-    packed = pack(frame, apart)
-    socket.send_fds(sock, [packed.head, *packed.body], passed)
-
-
 def test_descriptors_that_are_missing(raw_memory, rng):
     """The header promises memory and none comes."""
     ours, theirs = raw_memory
-    _with_descriptors(theirs, call(1, rng.standard_normal(10)), [], apart=1)
+    socket.send_fds(theirs, pack_apart(call(1, rng.standard_normal(10)))[0], [])
     with pytest.raises(ProtocolError, match="came without its memory descriptors"):
         ours.receive(soon())
 
@@ -308,9 +303,10 @@ def test_descriptors_where_none_were_agreed(raw):
     """Without a pool they are refused, and what the kernel passed on is dropped."""
     ours, theirs = raw
     with open(os.devnull) as file:
-        _with_descriptors(theirs, call(1, np.arange(3)), [file.fileno()] * 3)
+        socket.send_fds(theirs, pack(call(1, np.arange(3))), [file.fileno()] * 3)
         _same(ours.receive(soon()), call(1, np.arange(3)))
-        _with_descriptors(theirs, call(2, np.arange(3)), [file.fileno()], apart=1)
+        pieces, _ = pack_apart(call(2, np.arange(3)))
+        socket.send_fds(theirs, pieces, [file.fileno()])
         with pytest.raises(ProtocolError, match="came without its memory descriptors"):
             ours.receive(soon())
 
@@ -321,7 +317,7 @@ def test_descriptors_that_nobody_takes(raw_memory):
     before = len(descriptors())
     with open(os.devnull) as file:
         for number in range(1, 4):
-            _with_descriptors(theirs, call(number), [file.fileno()] * 30)
+            socket.send_fds(theirs, pack(call(number)), [file.fileno()] * 30)
         assert [ours.receive(soon()).id for _ in range(2)] == [1, 2]
         assert len(descriptors()) <= before + 1 + MOST_DESCRIPTORS
         with pytest.raises(ProtocolError, match="more than 64 memory descriptors"):
@@ -334,7 +330,7 @@ def test_more_descriptors_than_there_is_room_for(raw_memory):
     """The kernel closes what does not fit and says so."""
     ours, theirs = raw_memory
     with open(os.devnull) as file:
-        _with_descriptors(theirs, call(1), [file.fileno()] * 200)
+        socket.send_fds(theirs, pack(call(1)), [file.fileno()] * 200)
         with pytest.raises(ProtocolError, match="more than 64 memory descriptors"):
             ours.receive(soon())
 
@@ -343,8 +339,8 @@ def test_a_file_in_place_of_memory(raw_memory):
     """Some other descriptor is refused and closed."""
     ours, theirs = raw_memory
     with open(os.devnull) as file:
-        frame = call(1, np.arange(3), np.arange(4))
-        _with_descriptors(theirs, frame, [file.fileno()] * 2, apart=1)
+        pieces, _ = pack_apart(call(1, np.arange(3), np.arange(4)))
+        socket.send_fds(theirs, pieces, [file.fileno()] * 2)
         with pytest.raises(
             ProtocolError, match="memory descriptor has not its 24 byte"
         ):

@@ -42,8 +42,7 @@ def raw():
 
 
 def _bytes(frame):
-    packed = pack(frame)
-    return b"".join([packed.head, *packed.body])
+    return b"".join(pack(frame))
 
 
 # --- the peer has gone ---

@@ -12,7 +12,6 @@ from jdist.rpc.base.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.wire import handshake
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.handshake import (
-    Ability,
     Identity,
     Proved,
     accept,
@@ -64,13 +63,13 @@ def _meet(connector, listener, peer="there"):
 
 def test_both_learn_who_the_other_is():
     """Names and the abilities that both have."""
-    able = HERE._replace(abilities=Ability.MEMORY)
+    able = HERE._replace(memory=True)
     connecting, accepting = _meet(able, THERE)
-    assert connecting.get() == Proved("there", Ability.NONE)
-    assert accepting.get() == Proved("here", Ability.NONE)
-    connecting, accepting = _meet(able, THERE._replace(abilities=Ability.MEMORY))
-    assert connecting.get() == Proved("there", Ability.MEMORY)
-    assert accepting.get() == Proved("here", Ability.MEMORY)
+    assert connecting.get() == Proved("there", memory=False)
+    assert accepting.get() == Proved("here", memory=False)
+    connecting, accepting = _meet(able, THERE._replace(memory=True))
+    assert connecting.get() == Proved("there", memory=True)
+    assert accepting.get() == Proved("here", memory=True)
 
 
 @pytest.mark.parametrize("family", ["unix", "tcp"])
@@ -149,14 +148,14 @@ def test_another_version(monkeypatch):
         hello[6:8] = struct.pack(">H", 77)
         near.send([bytes(hello)], None)
         with pytest.raises(
-            ProtocolError, match=r"'here' speaks version 77 .* version 1"
+            ProtocolError, match=r"'here' speaks version 77 .* version 2"
         ):
             accept(far, THERE, soon())
         answer = handshake.receive_exactly(near, HELLO, soon())
     monkeypatch.setattr(handshake, "VERSION", 77)
     with _streams() as (near, far):
         far.send([answer], None)
-        message = r"'there' speaks version 1 .* version 77"
+        message = r"'there' speaks version 2 .* version 77"
         with pytest.raises(ProtocolError, match=message):
             connect(near, HERE, "there", soon())
 
@@ -165,10 +164,10 @@ def test_another_version(monkeypatch):
     ("said", "message"),
     [
         (b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO), "does not speak jdist's protocol"),
-        (b"jdist\0" + struct.pack(">HI", 1, 0) + b"\xff" * 288, "name is malformed"),
-        (b"jdist\0" + struct.pack(">HI", 1, 0) + b"\x02a\n".ljust(288, b"\0"), "malf"),
-        (b"jdist\0" + struct.pack(">HI", 1, 0) + b"\x01ab".ljust(288, b"\0"), "malf"),
-        (b"jdist\0" + struct.pack(">HI", 1, 0) + bytes(288), "name is malformed"),
+        (b"jdist\0" + struct.pack(">HI", 2, 0) + b"\xff" * 288, "name is malformed"),
+        (b"jdist\0" + struct.pack(">HI", 2, 0) + b"\x02a\n".ljust(288, b"\0"), "malf"),
+        (b"jdist\0" + struct.pack(">HI", 2, 0) + b"\x01ab".ljust(288, b"\0"), "malf"),
+        (b"jdist\0" + struct.pack(">HI", 2, 0) + bytes(288), "name is malformed"),
     ],
 )
 def test_what_is_no_hello(said, message):
@@ -314,7 +313,7 @@ def test_a_silent_listener():
 
 def test_the_key_is_not_shown():
     """In logs and tracebacks."""
-    assert repr(HERE) == "Identity(name='here', key=..., abilities=<Ability.NONE: 0>)"
+    assert repr(HERE) == "Identity(name='here', key=...)"
     assert KEY.hex() not in repr(HERE)
 
 

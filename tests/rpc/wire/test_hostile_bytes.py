@@ -153,12 +153,12 @@ def _mad_peer(peers):
 def test_a_peer_with_the_key_sends_damaged_frames(besieged, rng):
     """Each is answered, or its channel closes and only that one."""
     peers, _ = besieged
-    packed = pack(call(1, rng.standard_normal(20), np.arange(9000), kind="damaged"))
-    good = b"".join([packed.head, *packed.body])
+    pieces = pack(call(1, rng.standard_normal(20), np.arange(9000), kind="damaged"))
+    good = b"".join(pieces)
     sock = _mad_peer(peers)
     closed = 0
     for _ in range(TIMES):
-        data = _damaged(good, rng) if rng.integers(2) else _damaged(packed.head, rng)
+        data = _damaged(good, rng) if rng.integers(2) else _damaged(pieces[0], rng)
         try:
             sock.sendall(data)
             sock.setblocking(False)
@@ -179,19 +179,18 @@ def test_a_peer_with_the_key_sends_damaged_frames(besieged, rng):
 @pytest.mark.parametrize(
     "data",
     [
-        b"jdst\x01\x00\x00\x00" + b"\xff" * 16,
-        b"jdst\x01\x00\x00\x00" + b"\x00\x00\x02\x00" + bytes(12),
-        b"jdst\x01\x00\x00\x00" + bytes(8) + b"\x00\x00\x00\x00\x01\x00\x00\x00",
-        b"jdst\x02\x00\x00\x00" + bytes(16),
+        b"jdst\x02\x00\x00\x00" + b"\xff" * 4,
+        b"jdst\x02\x00\x00\x00" + b"\x00\x00\x02\x00",
+        b"jdst\x01\x00\x00\x00" + bytes(4),
         b"jdis",
     ],
-    ids=["all", "header", "body", "version", "magic"],
+    ids=["all", "header", "version", "magic"],
 )
 def test_an_announcement_beyond_the_limits(besieged, data):
     """The channel closes at once, before anything more is sent or allocated."""
     peers, call_log = besieged
     with _mad_peer(peers) as sock:
-        sock.sendall(data.ljust(24, b"x"))
+        sock.sendall(data.ljust(12, b"x"))
         assert closed_by_peer(sock) == b""
     assert set(call_log.calls) <= {"honest"}
 

@@ -24,6 +24,7 @@ from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
 from tests.rpc import nameable
+from tests.rpc.carriers import pack_apart
 
 HERE = "tests.rpc.nameable"
 LIMITS = framing.Limits(header_bytes=1 << 16, body_bytes=1 << 20, depth=50, leaves=64)
@@ -54,22 +55,24 @@ def worker(monkeypatch):
     def receive(data):
         """As a transport does: by the prefix, never more than is there."""
         taken.clear()
-        sizes = framing.parse_prefix(data[: framing.PREFIX_BYTES], LIMITS)
+        size = framing.parse_prefix(data[: framing.PREFIX_BYTES], LIMITS)
         head, data = np.split(
-            np.frombuffer(data, np.uint8), [framing.PREFIX_BYTES + sizes.header]
+            np.frombuffer(data, np.uint8), [framing.PREFIX_BYTES + size]
         )
         given = head[framing.PREFIX_BYTES :].tobytes()
-        header = framing.parse_header(given, sizes, LIMITS)
-        buffers = framing.allocate(header)
-        assert sum(taken) <= sum(map(len, buffers)) == sizes.body <= LIMITS.body_bytes
-        assert sum(header.apart) <= LIMITS.body_bytes
-        if len(data) < sizes.body:
+        message, layout = framing.parse_header(given, LIMITS)
+        buffers = framing.allocate(layout)
+        total = sum(map(len, buffers))
+        assert sum(taken) <= total <= LIMITS.body_bytes
+        assert sum(layout.apart) <= LIMITS.body_bytes
+        if len(data) < total:
             raise ProtocolError("The connection closed in the middle of a frame.")
         for buffer in buffers:
             buffer[:] = data[: len(buffer)].tobytes()
             data = data[len(buffer) :]
-        apart = [memoryview(bytearray(size)) for size in header.apart]
-        frame = framing.assemble(header, buffers, jax.devices("cpu")[1], apart)
+        apart = [memoryview(bytearray(size)) for size in layout.apart]
+        device = jax.devices("cpu")[1]
+        frame = framing.assemble(message, layout, buffers, device, apart)
         return codec.decode(frame.tree, frame.leaves)
 
     receive.decode = codec.decode
@@ -100,10 +103,8 @@ def _good_frames():
     codec = Codec(FunctionTable(allow=["tests"]))
     frames = []
     for value in values:
-        for apart in (None, 0):
-            frame = Frame("call", 5, {"deadline": 1.0}, *codec.encode(value))
-            packed = framing.pack(frame, apart)
-            frames.append(b"".join([packed.head, *packed.body]))
+        frame = Frame("call", 5, {"deadline": 1.0}, *codec.encode(value))
+        frames += map(b"".join, (framing.pack(frame), pack_apart(frame)[0]))
     return frames
 
 
@@ -244,19 +245,18 @@ _described = st.tuples(
 @given(st.lists(_described, max_size=5), _trees, st.sampled_from([0, 0, 0, 1, 64]))
 def test_hostile_headers(worker, leaves, tree, more):
     """Any arrays announced, with a body that fits them or not."""
-    slab = large = apart = 0
+    slab = large = 0
     for flags, dtype, shape in leaves:
         nbytes = _size(dtype, shape)
         if flags & 2:
-            apart += 1
-        elif nbytes >= 1 << 15:
+            continue
+        if nbytes >= 1 << 15:
             large += nbytes
         else:
             slab += -slab % 16 + nbytes
     header = msgspec.msgpack.encode(["call", 1, {}, tree, False, leaves])
     body = slab + large + more
-    sizes = (len(header), apart, body % 2**64)
-    prefix = framing._PREFIX.pack(b"jdst", framing.VERSION, *sizes)
+    prefix = framing._PREFIX.pack(b"jdst", framing.VERSION, len(header))
     _survives(worker, prefix + header + bytes(min(body, LIMITS.body_bytes)))
 
 
@@ -276,7 +276,7 @@ def _size(dtype, shape):
 def test_noise(worker, data, with_prefix):
     """Random bytes, alone or behind a prefix that announces them."""
     if with_prefix:
-        data = framing._PREFIX.pack(b"jdst", framing.VERSION, len(data), 0, 0) + data
+        data = framing._PREFIX.pack(b"jdst", framing.VERSION, len(data)) + data
     _survives(worker, data)
 
 
@@ -285,18 +285,15 @@ def test_noise(worker, data, with_prefix):
 
 @pytest.mark.parametrize("announced", [2**21, 2**40, 2**60, 2**64 - 1])
 def test_nothing_is_allocated_for_what_is_announced(monkeypatch, announced):
-    """The prefix alone is refused, and so is the header, however it says so."""
+    """The header is refused, however it says so."""
     monkeypatch.setattr(framing, "aligned", None)
     monkeypatch.setattr(framing, "bytearray", None, raising=False)
-    prefix = framing._PREFIX.pack(b"jdst", framing.VERSION, 100, 0, announced)
-    with pytest.raises(ProtocolError, match=r"body of \d+ is beyond"):
-        framing.parse_prefix(prefix, LIMITS)
     for shape in ([announced], [1, announced, 2], [0, announced], [2**32, announced]):
         for flags in range(8):
             header = ["call", 1, {}, None, False, [[flags, "int8", shape]]]
             data = msgspec.msgpack.encode(header)
             with pytest.raises(ProtocolError, match="is beyond this worker's limit"):
-                framing.parse_header(data, framing.Sizes(len(data), 0, 1), LIMITS)
+                framing.parse_header(data, LIMITS)
 
 
 @pytest.mark.parametrize("opening", [b"\xdd", b"\xdf", b"\xc6", b"\xdb"])
@@ -304,7 +301,7 @@ def test_counts_in_a_header_are_not_believed(opening):
     """An array, map, bytes or text of 4 G elements that are not there."""
     data = b"\x96\xa1c\x01\x80" + opening + b"\xff\xff\xff\xff"
     with pytest.raises(ProtocolError, match="cannot be read"):
-        framing.parse_header(data, framing.Sizes(len(data), 0, 0), framing.Limits())
+        framing.parse_header(data, framing.Limits())
 
 
 def test_nested_counts_are_not_believed():
@@ -315,4 +312,4 @@ def test_nested_counts_are_not_believed():
         nested += b"\xdd" + (size - len(nested) - 5).to_bytes(4, "big")
     nested += b"\xc0" * (size - len(nested))
     with pytest.raises(ProtocolError, match="cannot be read"):
-        framing.parse_header(nested, framing.Sizes(size, 0, 0), framing.Limits())
+        framing.parse_header(nested, framing.Limits())

@@ -44,16 +44,15 @@ def impatient(monkeypatch):
     """Threads leave a connection after milliseconds, and end without one."""
     monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", 2e-3)
     monkeypatch.setattr(connection_module, "PATIENCE", 2e-3)
-    monkeypatch.setattr(SilentConnections, "_limit", lambda self: -1)
+    monkeypatch.setattr(SilentConnections, "few_read", False)
 
 
 class Served:
     """Channels of which every frame is answered, and why each one ended."""
 
-    def __init__(self, pool):
+    def __init__(self):
         self.channels = []
         self.ends = []
-        self._pool = pool
 
     def __call__(self, channel):
         self.channels.append(channel)
@@ -65,25 +64,29 @@ class Served:
             channel.close(reason)
             self.ends.append(reason)
 
-        channel.read(Reader(answer, end, self._pool))
+        channel.read(Reader(answer, end))
 
 
 @pytest.fixture
-def served(pool):
-    return Served(pool)
+def served():
+    return Served()
+
+
+def silent_ones(silent):
+    """How many connections are silent."""
+    selector = silent._selector
+    # The thread that waits may close the selector meanwhile.
+    return 0 if selector is None else len(selector.get_map() or ())
 
 
 def all_silent(transport, count):
-    return lambda: (transport._silent._silent, transport._silent.reading) == (count, 0)
+    silent = transport._silent
+    return lambda: (silent_ones(silent), silent.reading) == (count, 0)
 
 
 def readers():
     """The threads that read, wait, or are idle in the pool."""
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread.name == "readers" or thread.name == "there reads"
-    ]
+    return [one for one in threading.enumerate() if one.name == "there reads"]
 
 
 # --- threads ---
@@ -109,7 +112,7 @@ def test_many_busy_connections_to_one_peer_have_few_threads(served):
             for channel in channels:
                 assert channel.exchange(call(number), soon()).id == number
         few, silent = silent_connections._FEW, peers.there._silent
-        wait_until(lambda: silent._silent >= 24 - few and silent.reading <= few)
+        wait_until(lambda: silent_ones(silent) >= 24 - few and silent.reading <= few)
 
 
 def test_workers_of_one_process_have_no_thread_for_a_silent_channel(monkeypatch):
@@ -160,26 +163,26 @@ def test_frames_that_come_together_are_all_taken(served, impatient, route):
 def test_a_frame_may_begin_with_its_first_byte_alone(served, impatient, pool):
     """The thread that comes for it stays until the frame is complete."""
     ours, theirs = socket.socketpair()
-    silent = SilentConnections()
+    silent = SilentConnections((), pool)
     with theirs:
         theirs.settimeout(PATIENCE)
         channel = Connection(Stream(ours), "raw", Terms(), silent=silent)
         reading = threading.Thread(target=served, args=(channel,))
         reading.start()
-        wait_until(lambda: silent._silent == 1)
-        data = pack(call(1)).head
+        wait_until(lambda: silent_ones(silent) == 1)
+        (data,) = pack(call(1))
         for byte in data[:-1]:
             theirs.send(bytes([byte]))
-            wait_until(lambda: (silent._silent, silent.reading) == (0, 1))
+            wait_until(lambda: (silent_ones(silent), silent.reading) == (0, 1))
             time.sleep(4e-3)  # longer than threads wait for a frame to begin
-        assert silent._silent == 0
+        assert silent_ones(silent) == 0
         theirs.send(data[-1:])
         assert theirs.recv(1 << 16)
-        wait_until(lambda: silent._silent == 1)
+        wait_until(lambda: silent_ones(silent) == 1)
         channel.close("the end")
         reading.join(PATIENCE)
         wait_until(lambda: served.ends == ["the end"])
-        silent.close(soon())
+        silent.close()
 
 
 def test_half_a_frame_in_silence_is_cut_off(served, impatient):
@@ -187,7 +190,7 @@ def test_half_a_frame_in_silence_is_cut_off(served, impatient):
         peers.there._terms = peers.there._terms._replace(stall=0.05)
         channel = peers.connect()
         wait_until(all_silent(peers.there, 1))
-        channel._stream.send([pack(call(1)).head[:5]], soon())
+        channel._stream.send([pack(call(1))[0][:5]], soon())
         with pytest.raises(ChannelClosed, match="its connection closed"):
             channel.receive(soon())
         wait_until(lambda: served.ends)
@@ -223,14 +226,14 @@ def test_threads_come_and_go_two_hundred_times_under_load(served, impatient, rou
         wait_until(all_silent(peers.there, 0))
 
 
-def test_frames_within_a_process_come_at_any_moment(pool):
+def test_frames_within_a_process_come_at_any_moment():
     hub, number = Hub(), 4000
     a, b = InProcessTransport("a", hub), InProcessTransport("b", hub)
     taken, ended = [], threading.Event()
 
     def serve(channel):
         take = lambda frame: taken.append(frame.id)  # noqa: E731
-        channel.read(Reader(take, lambda reason: ended.set(), pool))
+        channel.read(Reader(take, lambda reason: ended.set()))
 
     b.serve(serve)
     channel = a.connect("b", b.address, None)
@@ -266,11 +269,13 @@ def test_closing_a_silent_connection_ends_it_at_once(served, impatient, route):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_thread_that_waits_ends_all_that_close(
-    served, impatient, pool, route, monkeypatch
+    served, impatient, route, monkeypatch
 ):
     """It starts no thread for any of them, and takes what came before the end."""
-    started, start = [], pool.start
+    started = []
     with Peers(route, on_channel=served) as peers:
+        pool = peers.there._threads
+        start = pool.start
         channels = [peers.connect() for _ in range(20)]
         wait_until(all_silent(peers.there, 20))
         monkeypatch.setattr(pool, "start", lambda task: started.append(task))
@@ -316,7 +321,7 @@ def test_many_threads_close_a_silent_connection(served, impatient):
     wait_until(lambda: len(served.ends) == 20)
 
 
-def test_a_reader_that_fails_closes_the_connection(pool, impatient, caplog):
+def test_a_reader_that_fails_closes_the_connection(impatient, caplog):
     ends = []
 
     def serve(channel):
@@ -327,7 +332,7 @@ def test_a_reader_that_fails_closes_the_connection(pool, impatient, caplog):
             channel.close(reason)
             ends.append(reason)
 
-        channel.read(Reader(take, end, pool))
+        channel.read(Reader(take, end))
 
     with Peers(on_channel=serve) as peers:
         channel = peers.connect()
@@ -346,7 +351,7 @@ def test_a_reader_that_fails_closes_the_connection(pool, impatient, caplog):
 
 
 def test_without_another_thread_to_lead_each_connection_is_read(
-    served, impatient, pool, monkeypatch
+    served, impatient, monkeypatch
 ):
     """The system refuses new threads for a while."""
     with Peers(on_channel=served) as peers:
@@ -357,19 +362,16 @@ def test_without_another_thread_to_lead_each_connection_is_read(
             raise RuntimeError("can't start new thread")
 
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "start", refuse)
+            patch.setattr(peers.there._threads, "start", refuse)
             for number in range(1, 20):
                 for channel in channels:
                     assert channel.exchange(call(number), soon()).id == number
         wait_until(all_silent(peers.there, 4))
 
 
-@pytest.mark.parametrize("lacking", ["selector", "files"])
 def test_where_nothing_waits_for_it_a_connection_keeps_its_thread(
-    served, impatient, lacking, monkeypatch
+    served, impatient, monkeypatch
 ):
-    if lacking == "selector":
-        monkeypatch.setattr(silent_connections, "_CAN_BE_ADDED_TO", False)
     with Peers(on_channel=served) as peers:
         channel = peers.connect()
         wait_until(lambda: peers.there._accepting is not None)
@@ -377,20 +379,17 @@ def test_where_nothing_waits_for_it_a_connection_keeps_its_thread(
         def refuse():
             raise OSError("too many open files")
 
-        if lacking == "files":
-            monkeypatch.setattr(silent_connections.selectors, "DefaultSelector", refuse)
+        monkeypatch.setattr(silent_connections.selectors, "DefaultSelector", refuse)
         for number in range(1, 5):
             assert channel.exchange(call(number), soon()).id == number
             time.sleep(5e-3)
-        if lacking == "selector":
-            assert peers.there._silent._silent == 0
 
 
 # --- workers ---
 
 
 def leave_soon():
-    SilentConnections._limit = lambda self: -1
+    SilentConnections.few_read = False
 
 
 def wait_for_ever():
@@ -401,7 +400,7 @@ def reason_while_silent(victim):
     """Waits for a call on a silent connection; returns which worker was lost."""
     silent = current.worker()._transport._silent
     future = rpc.rpc_async(victim, wait_for_ever, timeout=0)
-    wait_until(lambda: silent._silent > 0 and not silent.reading)
+    wait_until(lambda: silent_ones(silent) and not silent.reading)
     rpc.rpc_async("worker1", note_silence)
     try:
         future.wait(PATIENCE)

@@ -253,8 +253,8 @@ def _tls_pair():
     try:
         yield near, far, between
     finally:
-        near.close()
-        far.close()
+        near._stream.close()
+        far._stream.close()
         between.close()
 
 
