@@ -45,7 +45,7 @@ from jdist._compat import is_traced
 from jdist._errors import quoted, requirement, type_error, value_error
 from jdist._tree import type_name
 from jdist.rpc.base.current import Meta, Operation
-from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
+from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError, RpcError
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -209,30 +209,30 @@ class Decoding:
             raise ProtocolError(f"A tree holds a {type(tree).__name__}.")
         # All that follows was sent by a peer and is not trusted.
         code = tree[0] if tree else None
-        if type(code) is not int or not 0 <= code < len(self._decoders):
+        decoder = self._decoders.get(code) if type(code) is int else None
+        if decoder is None:
             raise ProtocolError("A tree has a node of unknown kind.")
         if not self._depth:
             raise ProtocolError("A tree is nested too deeply.")
         # A tree of a hostile peer could exhaust the stack.
         self._depth -= 1
-        value = self._decoders[code](self, tree)
+        value = decoder(self, tree)
         self._depth += 1
         return value
 
-    def values(self, node: list[Tree], start: int = 1) -> list[Any]:
-        """Decodes the trees in a node, from `start` on."""
+    def values(self, node: list[Tree]) -> list[Any]:
+        """Decodes the trees in a node."""
         # Scalars as in `value`, without a call for each.
         return [
-            tree if type(tree) in _SCALARS else self.value(tree)
-            for tree in node[start:]
+            tree if type(tree) in _SCALARS else self.value(tree) for tree in node[1:]
         ]
 
-    def pairs(self, node: list[Tree], start: int = 1) -> Iterator[tuple[Any, Any]]:
-        """Decodes the trees in a node as pairs."""
-        if (len(node) - start) % 2:
-            raise ProtocolError("A node has a key without a value.")
-        values = self.values(node, start)
-        return zip(values[::2], values[1::2], strict=True)
+    def parts(self, node: list[Tree], *kinds: Any) -> list[Any]:
+        """Decodes the trees in a node: exactly one of each of `kinds`."""
+        values = self.values(node)
+        if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
+            raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
+        return values
 
     def leaf(self, index: Any) -> Any:
         """Returns the array of this index."""
@@ -253,19 +253,14 @@ class Decoding:
         return found
 
 
-def parts(node: list[Tree], *kinds: type) -> list[Any]:
-    """Return the elements after a node's code: exactly one of each of `kinds`."""
-    rest = node[1:]
-    if len(rest) != len(kinds) or not all(map(isinstance, rest, kinds)):
-        raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
-    return rest
-
-
-def parts_at_least(node: list[Tree], count: int) -> list[Any]:
-    """Return the elements after a node's code: `count` or more."""
-    if len(node) <= count:
-        raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
-    return node[1:]
+def _made(make: Callable[..., Any], *values: Any) -> Any:
+    """What `make` makes of values that a peer has sent."""
+    try:
+        return make(*values)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"A value cannot be made: {error}") from error
 
 
 # --- the codec of a worker ---
@@ -296,12 +291,13 @@ class Codec:
         self.functions = functions
         self.depth = depth
         self.encoders = dict(_ENCODERS)
-        self.decoders = _decoders(allow_pickle)
+        self.decoders = dict(_DECODERS)
         self.registered: dict[str, Hook] = {}
         # Types whose instances arrive as something else: useless as keys.
         self.not_keys: set[type] = set()
         self.otherwise: Encoder = self._by_kind
         if allow_pickle:
+            self.decoders[codes.PICKLE] = _unpickled
             self.otherwise = _or_pickled(self._by_kind)
             # Functions without a name that others could look up: lambdas, closures.
             for kind, encoder in _CALLABLES.items():
@@ -403,20 +399,12 @@ class Codec:
         return tree
 
 
-def _decoders(allow_pickle: bool) -> list[Decoder]:
-    table: dict[int, Decoder] = {
-        **_DECODERS,
-        codes.PICKLE: _unpickled if allow_pickle else _forbidden_pickle,
-    }
-    return [table[code] for code in range(len(table))]
-
-
 def _registered(decoding: Decoding, node: list[Tree]) -> Any:
-    code, tree = parts(node, str, object)
+    code, value = decoding.parts(node, str, object)
     decode = decoding.registered.get(code)
     if decode is None:
         raise ProtocolError(f"No type is registered as {code[:40]!r} on this worker.")
-    return decode(decoding.value(tree), decoding.message)
+    return decode(value, decoding.message)
 
 
 def _refusal(value: Any) -> str:
@@ -497,50 +485,25 @@ def _default_dict(encoding: Encoding, value: defaultdict[Any, Any]) -> Tree:
     return encoding.node(chain((value.default_factory,), items), codes.DEFAULT_DICT)
 
 
-def _decoded_bytes(decoding: Decoding, node: list[Tree]) -> bytes:
-    """Decodes a node that holds only bytes."""
-    (tree,) = parts(node, object)
-    data = decoding.value(tree)
-    if type(data) is not bytes:
-        raise ProtocolError(f"A node of kind {node[0]!r} must hold bytes.")
-    return data
-
-
 def _leaf_bytes(decoding: Decoding, node: list[Tree]) -> bytes:
-    leaf = decoding.leaf(*parts(node, int))
+    leaf = decoding.leaf(*decoding.parts(node, int))
     if type(leaf) is not np.ndarray or leaf.dtype != np.uint8:
         raise ProtocolError("Bytes must travel as bytes.")
     return leaf.tobytes()
 
 
-def _leaf_text(decoding: Decoding, node: list[Tree]) -> str:
-    try:
-        return _leaf_bytes(decoding, node).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise ProtocolError(f"A text is not UTF-8: {error}") from error
+def _leaf_text(decoding: Decoding, node: list[Tree]) -> Any:
+    return _made(str, _leaf_bytes(decoding, node), "utf-8", "surrogatepass")
 
 
-def _made(make: Callable[..., Any], decoding: Decoding, node: list[Tree]) -> Any:
-    start, stop, step = map(decoding.value, parts(node, object, object, object))
-    try:
-        return make(start, stop, step)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"No {make.__name__}: {error}") from error
+def _pairs(values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(values) % 2:
+        raise ProtocolError("A node has a key without a value.")
+    return zip(values[::2], values[1::2], strict=True)
 
 
-def _hashing(make: Callable[[Any], Any], items: Iterable[Any]) -> Any:
-    """Builds a set or dictionary of elements or keys sent by a peer."""
-    try:
-        return make(items)
-    except TypeError as error:
-        raise ProtocolError(f"A key or element cannot be hashed: {error}") from error
-
-
-def _decoded_default_dict(decoding: Decoding, node: list[Tree]) -> Any:
-    factory = decoding.value(parts_at_least(node, 1)[0])
-    if factory is not None and not callable(factory):
-        raise ProtocolError("A defaultdict's factory cannot be called.")
-    return _hashing(partial(defaultdict, factory), decoding.pairs(node, 2))
+def _decoded_default_dict(factory: Any, *values: Any) -> Any:
+    return defaultdict(factory, _pairs(values))
 
 
 # --- arrays, NumPy scalars, dtypes and keys ---
@@ -593,14 +556,6 @@ def _scalar(encoding: Encoding, value: np.generic) -> Tree:
     return [codes.SCALAR, dtype_name(value.dtype), data]
 
 
-def _dtype(encoding: Encoding, value: np.dtype) -> Tree:
-    return [codes.DTYPE, dtype_name(value)]
-
-
-def _dtype_class(encoding: Encoding, value: type[np.generic]) -> Tree:
-    return [codes.DTYPE_CLASS, dtype_name(np.dtype(value))]
-
-
 def _is_zero_cotangent(value: Any) -> bool:
     # JAX's gradient of an integer, in an array class of its own.
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
@@ -613,22 +568,15 @@ def _leaf(decoding: Decoding, node: list[Tree]) -> Any:
 
 
 def _decoded_scalar(decoding: Decoding, node: list[Tree]) -> Any:
-    name, data = parts(node, str, bytes)
+    name, data = decoding.parts(node, str, bytes)
     dtype = dtype_named(name)
     if len(data) != dtype.itemsize:
         raise ProtocolError(f"A scalar of {name} does not have {len(data)} bytes.")
     return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
 
 
-def _key(decoding: Decoding, node: list[Tree]) -> jax.Array:
-    name, tree = parts(node, str, object)
-    data = decoding.value(tree)
-    if not isinstance(data, jax.Array):
-        raise ProtocolError("The data of a PRNG key must be a JAX array.")
-    try:
-        return jax.random.wrap_key_data(data, impl=name)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"No PRNG key: {error}") from error
+def _key(name: str, data: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl=name)
 
 
 # --- functions, classes and methods: by name, never by their code ---
@@ -651,21 +599,8 @@ def _partial(encoding: Encoding, value: partial) -> Tree:
     return encoding.node(inner, codes.PARTIAL)
 
 
-def _referenced(decoding: Decoding, node: list[Tree]) -> Any:
-    (name,) = parts(node, str)
-    return decoding.functions.named(name)
-
-
-def _decoded_method(decoding: Decoding, node: list[Tree]) -> Any:
-    owner, name = parts(node, object, str)
-    return decoding.functions.method(decoding.value(owner), name)
-
-
 def _decoded_partial(decoding: Decoding, node: list[Tree]) -> Any:
-    trees = parts(node, object, object, object)
-    function, args, keywords = map(decoding.value, trees)
-    if not callable(function) or type(args) is not tuple or type(keywords) is not dict:
-        raise ProtocolError("A partial is malformed.")
+    function, args, keywords = decoding.parts(node, Callable, tuple, dict)
     if not all(type(name) is str for name in keywords):
         raise ProtocolError("A partial's keyword is no text.")
     return partial(function, *args, **keywords)
@@ -699,11 +634,10 @@ def _namedtuple(encoding: Encoding, value: Any) -> Tree:
 
 
 def _enum(encoding: Encoding, value: enum.Enum) -> Tree:
-    name = _name_of(encoding, value)
     # A combination of flags has no name among the members.
-    if value.name in type(value).__members__:
-        return [codes.ENUM, name, value.name]
-    return encoding.node((value.value,), codes.FLAG, name)
+    named = value.name in type(value).__members__
+    key = value.name if named else value.value
+    return encoding.node((key,), codes.ENUM, _name_of(encoding, value))
 
 
 def _pytree(encoding: Encoding, value: Any) -> Tree:
@@ -726,68 +660,50 @@ def _future(encoding: Encoding, value: Any) -> Tree:
     raise type_error("rpc(value)", rule, value, remedy)
 
 
-def _decoded_dataclass(decoding: Decoding, node: list[Tree]) -> Any:
-    kind = decoding.type_named(parts_at_least(node, 1)[0])
+def _of_class(make: Callable[..., Any]) -> Decoder:
+    """Decodes the name of a class and values, of which `make` makes an object."""
+
+    def decode(decoding: Decoding, node: list[Tree]) -> Any:
+        name, *values = decoding.values(node) or (None,)
+        return _made(make, decoding.type_named(name), *values)
+
+    return decode
+
+
+def _decoded_dataclass(kind: type, *values: Any) -> Any:
     if not dataclasses.is_dataclass(kind) or issubclass(kind, BaseException):
-        raise ProtocolError(f"{kind.__name__} is no dataclass that can travel.")
+        raise TypeError(f"{kind.__name__} is no dataclass that can travel")
     fields = [field.name for field in dataclasses.fields(kind)]
-    values = _hashing(dict, decoding.pairs(node, 2))
-    if list(values) != fields:
-        raise ProtocolError(f"The fields of {kind.__name__} are others here: {fields}.")
-    try:
-        # Neither constructor runs: it could do anything, and need other arguments.
-        made = object.__new__(kind)
-        for name, value in values.items():
-            object.__setattr__(made, name, value)
-    except (AttributeError, TypeError) as error:
-        raise ProtocolError(f"A {kind.__name__} cannot be made: {error}") from error
+    found = dict(_pairs(values))
+    if list(found) != fields:
+        raise TypeError(f"the fields of {kind.__name__} are others here: {fields}")
+    # Neither constructor runs: it could do anything, and need other arguments.
+    made = object.__new__(kind)
+    for name, value in found.items():
+        object.__setattr__(made, name, value)
     return made
 
 
-def _decoded_namedtuple(decoding: Decoding, node: list[Tree]) -> Any:
-    kind = decoding.type_named(parts_at_least(node, 1)[0])
+def _decoded_namedtuple(kind: type, *values: Any) -> Any:
     fields = getattr(kind, "_fields", None)
     if not issubclass(kind, tuple) or type(fields) is not tuple:
-        raise ProtocolError(f"{kind.__name__} is no named tuple.")
-    if len(fields) != len(node) - 2:
-        raise ProtocolError(f"The fields of {kind.__name__} are others here: {fields}.")
+        raise TypeError(f"{kind.__name__} is no named tuple")
+    if len(fields) != len(values):
+        raise TypeError(f"the fields of {kind.__name__} are others here: {fields}")
     # Past the class's own `__new__`, for the same reason.
-    return tuple.__new__(kind, decoding.values(node, 2))
+    return tuple.__new__(kind, values)
 
 
-def _member(decoding: Decoding, node: list[Tree]) -> enum.Enum:
-    type_name, name = parts(node, str, str)
-    kind = decoding.type_named(type_name)
-    if not issubclass(kind, enum.Enum) or name not in kind.__members__:
-        raise ProtocolError(f"{kind.__name__} has no member {name[:40]!r} here.")
-    return kind.__members__[name]
+def _member(kind: type, key: Any) -> enum.Enum:
+    if type(key) is int and issubclass(kind, enum.Flag):
+        return kind(key)
+    if not issubclass(kind, enum.Enum) or key not in kind.__members__:
+        raise TypeError(f"{kind.__name__} has no member {quoted(key)} here")
+    return kind.__members__[key]
 
 
-def _flag(decoding: Decoding, node: list[Tree]) -> enum.Flag:
-    name, tree = parts(node, str, object)
-    kind, number = decoding.type_named(name), decoding.value(tree)
-    try:
-        if issubclass(kind, enum.Flag) and type(number) is int:
-            return kind(number)
-    except ValueError as error:
-        raise ProtocolError(f"No {kind.__name__}: {error}") from error
-    raise ProtocolError(f"{kind.__name__} has no such combination of members.")
-
-
-def _decoded_pytree(decoding: Decoding, node: list[Tree]) -> Any:
-    kind = decoding.type_named(parts_at_least(node, 2)[0])
-    if not hasattr(kind, "tree_unflatten"):
-        raise ProtocolError(f"{kind.__name__} is no pytree.")
-    static, *children = decoding.values(node, 2)
-    try:
-        return kind.tree_unflatten(static, tuple(children))
-    except Exception as error:
-        raise ProtocolError(f"A {kind.__name__} cannot be made: {error}") from error
-
-
-def _decoded_exception(decoding: Decoding, node: list[Tree]) -> Exception:
-    (tree,) = parts(node, object)
-    return rebuild(decoding.value(tree), decoding.functions)
+def _decoded_pytree(kind: Any, static: Any, *children: Any) -> Any:
+    return kind.tree_unflatten(static, children)
 
 
 # --- pickle as a fallback, with `allow_pickle=True` only ---
@@ -821,11 +737,7 @@ def _pickle(value: Any, refusal: Exception) -> bytes:
 
 def _unpickled(decoding: Decoding, node: list[Tree]) -> Any:
     """Decodes a pickle; for a codec with allow_pickle=True only."""
-    data = _decoded_bytes(decoding, node)
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise ProtocolError(f"A pickle cannot be read: {error}") from error
+    return _made(pickle.loads, *decoding.parts(node, bytes))
 
 
 def _forbidden_pickle(decoding: Decoding, node: list[Tree]) -> Any:
@@ -876,8 +788,11 @@ _KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
     (_is_zero_cotangent, _zero_cotangent),
     (lambda v: isinstance(v, jax.Array), _any_jax_array),
     (lambda v: isinstance(v, np.generic), _scalar),
-    (lambda v: isinstance(v, np.dtype), _dtype),
-    (lambda v: isinstance(v, type) and issubclass(v, np.generic), _dtype_class),
+    (lambda v: isinstance(v, np.dtype), lambda e, v: [codes.DTYPE, dtype_name(v)]),
+    (
+        lambda v: isinstance(v, type) and issubclass(v, np.generic),
+        lambda e, v: [codes.DTYPE_CLASS, dtype_name(np.dtype(v))],
+    ),
     (lambda v: isinstance(v, Future | concurrent.futures.Future), _future),
     (lambda v: isinstance(v, enum.Enum), _enum),
     (lambda v: isinstance(v, tuple) and hasattr(v, "_fields"), _namedtuple),
@@ -891,34 +806,34 @@ _KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
 _DECODERS: dict[int, Decoder] = {
     codes.REGISTERED: _registered,
     codes.BIG_INT: lambda d, n: int.from_bytes(
-        _decoded_bytes(d, n), "little", signed=True
+        *d.parts(n, bytes), "little", signed=True
     ),
     codes.BYTES: _leaf_bytes,
     codes.TEXT: _leaf_text,
-    codes.BYTE_ARRAY: lambda d, n: bytearray(_decoded_bytes(d, n)),
-    codes.COMPLEX: lambda d, n: complex(*parts(n, float, float)),
-    codes.RANGE: partial(_made, range),
-    codes.SLICE: partial(_made, slice),
+    codes.BYTE_ARRAY: lambda d, n: bytearray(*d.parts(n, bytes)),
+    codes.COMPLEX: lambda d, n: complex(*d.parts(n, float, float)),
+    codes.RANGE: lambda d, n: _made(range, *d.parts(n, object, object, object)),
+    codes.SLICE: lambda d, n: slice(*d.parts(n, object, object, object)),
     codes.ELLIPSIS: lambda d, n: ...,
     codes.TUPLE: lambda d, n: tuple(d.values(n)),
-    codes.LIST: lambda d, n: list(d.values(n)),
-    codes.SET: lambda d, n: _hashing(set, d.values(n)),
-    codes.FROZENSET: lambda d, n: _hashing(frozenset, d.values(n)),
-    codes.DICT: lambda d, n: _hashing(dict, d.pairs(n)) if len(n) > 1 else {},
-    codes.ORDERED_DICT: lambda d, n: _hashing(OrderedDict, d.pairs(n)),
-    codes.DEFAULT_DICT: _decoded_default_dict,
+    codes.LIST: lambda d, n: d.values(n),
+    codes.SET: lambda d, n: _made(set, d.values(n)),
+    codes.FROZENSET: lambda d, n: _made(frozenset, d.values(n)),
+    codes.DICT: lambda d, n: _made(dict, _pairs(d.values(n))) if len(n) > 1 else {},
+    codes.ORDERED_DICT: lambda d, n: _made(OrderedDict, _pairs(d.values(n))),
+    codes.DEFAULT_DICT: lambda d, n: _made(_decoded_default_dict, *d.values(n)),
     codes.LEAF: _leaf,
     codes.SCALAR: _decoded_scalar,
-    codes.DTYPE: lambda d, n: dtype_named(*parts(n, str)),
-    codes.DTYPE_CLASS: lambda d, n: dtype_named(*parts(n, str)).type,
-    codes.KEY: _key,
-    codes.REFERENCE: _referenced,
-    codes.METHOD: _decoded_method,
+    codes.DTYPE: lambda d, n: dtype_named(*d.parts(n, str)),
+    codes.DTYPE_CLASS: lambda d, n: dtype_named(*d.parts(n, str)).type,
+    codes.KEY: lambda d, n: _made(_key, *d.parts(n, str, jax.Array)),
+    codes.REFERENCE: lambda d, n: d.functions.named(*d.parts(n, str)),
+    codes.METHOD: lambda d, n: d.functions.method(*d.parts(n, object, str)),
     codes.PARTIAL: _decoded_partial,
-    codes.DATACLASS: _decoded_dataclass,
-    codes.NAMEDTUPLE: _decoded_namedtuple,
-    codes.ENUM: _member,
-    codes.FLAG: _flag,
-    codes.PYTREE: _decoded_pytree,
-    codes.EXCEPTION: _decoded_exception,
+    codes.DATACLASS: _of_class(_decoded_dataclass),
+    codes.NAMEDTUPLE: _of_class(_decoded_namedtuple),
+    codes.ENUM: _of_class(_member),
+    codes.PYTREE: _of_class(_decoded_pytree),
+    codes.EXCEPTION: lambda d, n: rebuild(*d.parts(n, object), d.functions),
+    codes.PICKLE: _forbidden_pickle,
 }

@@ -22,8 +22,7 @@ code. "Tree" stands for any tree below, "name" for `module:qualname`:
     PARTIAL       function, tuple, dict: trees; a functools.partial
     DATACLASS     name, then field name, tree, ...
     NAMEDTUPLE    name, then tree, ...
-    ENUM          name, name of the member
-    FLAG          name, number: a combination of members
+    ENUM          name, name of the member; or the number of a combination of flags
     PYTREE        name, tree of the static part, tree, ...
     EXCEPTION     tree of its description
     REGISTERED    code given to `Codec.register`, tree
@@ -68,12 +67,11 @@ Tree = None | bool | int | float | str | bytes | list["Tree"]
     DATACLASS,
     NAMEDTUPLE,
     ENUM,
-    FLAG,
     PYTREE,
     EXCEPTION,
     REGISTERED,
     PICKLE,
-) = range(31)
+) = range(30)
 
 
 def names_code(tree: object) -> bool:

@@ -184,7 +184,7 @@ SHAPES = {
     codes.TEXT: "i", codes.BYTE_ARRAY: "t", codes.SCALAR: "wb", codes.DTYPE: "w",
     codes.DTYPE_CLASS: "w", codes.KEY: "wt", codes.REFERENCE: "n", codes.METHOD: "tw",
     codes.PARTIAL: "ttt", codes.DATACLASS: "nwtwtwt", codes.NAMEDTUPLE: "ntt",
-    codes.ENUM: "nw", codes.FLAG: "nt", codes.PYTREE: "ntt", codes.EXCEPTION: "t",
+    codes.ENUM: "nt", codes.PYTREE: "ntt", codes.EXCEPTION: "t",
     codes.REGISTERED: "wt", codes.PICKLE: "t",
 }  # fmt: skip
 
