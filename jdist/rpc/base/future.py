@@ -6,6 +6,7 @@ instead of running them, so that a thread with other duties can pass those on fi
 
 import contextvars
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -53,9 +54,8 @@ class Future(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._traceback: Any = None
-        # Made on demand: most futures have one callback and no waiter, or none at all.
-        self._waiters: list[Callable[[], object]] | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
+        self._waiters: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], None]] = []
         # Callbacks that are added outside of any call still run as this worker.
         self._home = current.scope.get()
 
@@ -195,13 +195,12 @@ def complete(
         if error is not None:
             future._error, future._traceback = error, error.__traceback__
         future._done = True
-        waiters, future._waiters = future._waiters, None
-        callbacks, future._callbacks = future._callbacks, None
+        waiters, future._waiters = future._waiters, []
+        callbacks, future._callbacks = future._callbacks, []
     # Waiting threads first: callbacks may take their time.
-    if waiters:
-        for wake in waiters:
-            wake()
-    return callbacks or []
+    for wake in waiters:
+        wake()
+    return callbacks
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
@@ -235,8 +234,6 @@ def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
     with future._lock:
         if future._done:
             return True
-        if future._waiters is None:
-            future._waiters = []
         future._waiters.append(wake)
     return False
 
@@ -244,7 +241,7 @@ def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
 def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
     """Cancels a `watch`."""
     with future._lock:
-        if future._waiters is not None and wake in future._waiters:
+        if wake in future._waiters:
             future._waiters.remove(wake)
 
 
@@ -268,8 +265,6 @@ def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
     """Runs `callback` on completion, outside of any context; it may block."""
     with future._lock:
         if not future._done:
-            if future._callbacks is None:
-                future._callbacks = []
             future._callbacks.append(callback)
             return
     callback()
@@ -338,16 +333,11 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     """
     collected = _futures("collect_all(futures)", futures)
     result: Future[list[Future[T]]] = Future()
-    left = len(collected)
-    # Callbacks run on whichever threads complete the futures.
-    lock = threading.Lock()
+    # Its `next` is one step: callbacks run on whichever threads complete the futures.
+    numbers = itertools.count(1)
 
     def one_done() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
+        if next(numbers) == len(collected):
             result.set_result(list(collected))
 
     for future in collected:

@@ -13,6 +13,7 @@ inside them taken. State that the main thread shares with others is therefore gu
 and queues.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -81,17 +82,6 @@ class InterruptSafeLock:
     ) -> T:
         """Calls `action`, which acquires several locks, and always releases them."""
         # A lock that this thread held before is its caller's to release.
-        others = [lock for lock in locks if not lock.held]
-
-        def release() -> None:
-            for lock in others:
-                lock.release()
-
-        try:
-            try:
-                return action()
-            finally:
-                release()
-        except BaseException:
-            release()  # as above
-            raise
+        for lock in locks:
+            action = functools.partial(lock.releasing, action)
+        return action()

@@ -9,7 +9,9 @@ number of places and wait in order when all are taken. The library's own tasks (
 are not limited, because a function that has a place may wait for one.
 """
 
+import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -22,6 +24,8 @@ _FEW_IDLE = 2
 _SURPLUS_SECONDS = 2.0
 
 Task = Callable[[], None]
+_Inbox = queue.SimpleQueue[Task | None]
+"""Where an idle thread finds its next task; None ends it."""
 
 
 class ThreadPool:
@@ -39,7 +43,7 @@ class ThreadPool:
         self.places = places
         self._name = name
         self._lock = threading.Lock()
-        self._idle: list[_IdleThread] = []
+        self._idle: list[_Inbox] = []  # of idle threads
         self._waiting: deque[Task] = deque()
         self._taken = 0
         self._coming = False
@@ -58,45 +62,25 @@ class ThreadPool:
         All connections are closed before the pool is, so a task then finds nothing to
         wait for. If the system refuses a new thread, this one runs the task too.
         """
-        with self._lock:
-            given = self._try_to_give(task)
-        if not given:
+        if not self.start(task):
             task()
 
-    def start(self, task: Task) -> None:
-        """As `run`, for a task that lasts, such as reading a connection.
+    def start(self, task: Task) -> bool:
+        """Runs `task()` on another thread.
 
-        Raises:
-          RuntimeError: The system refuses a new thread.
+        Returns:
+          False after `close`, or if the system refuses a new thread.
         """
         with self._lock:
-            given = self._give(task)
-        if not given:
-            task()
+            return self._give(task)
 
     def _give(self, task: Task) -> bool:
-        """Gives a task to an idle thread or a new one; False after `close`.
-
-        Under the lock.
-        """
+        """As `start`; under the lock."""
         # The thread that became idle last: its stack is still in the caches.
         if self._idle:
-            idle = self._idle.pop()
-            idle.task = task
-            idle.ready.release()
-        elif self._closed:
-            return False
-        else:
-            self._start(task)
-        return True
-
-    def _try_to_give(self, task: Task) -> bool:
-        """As `_give`; False also if the system refuses a new thread."""
-        try:
-            return self._give(task)
-        # Raised here, either would leave a thread announced that never comes.
-        except (RuntimeError, MemoryError):
-            return False
+            self._idle.pop().put(task)
+            return True
+        return not self._closed and self._start(task)
 
     def run_limited(self, task: Task) -> None:
         """Runs `task()` on another thread once one of the places is free."""
@@ -104,7 +88,7 @@ class ThreadPool:
             self._waiting.append(task)
             # Under one lock: `close` waits for the tasks that threads have, and this
             # one would be in between.
-            given = not self._take_place() or self._try_to_give(self._run_waiting)
+            given = not self._take_place() or self._give(self._run_waiting)
         if not given:
             self._run_waiting()
 
@@ -113,8 +97,8 @@ class ThreadPool:
         with self._lock:
             self._closed = True
             threads = self._threads - {threading.current_thread()}
-            for idle in self._idle:
-                idle.ready.release()
+            for inbox in self._idle:
+                inbox.put(None)
             self._idle.clear()
         until = time.monotonic() + timeout
         for thread in threads:
@@ -148,31 +132,35 @@ class ThreadPool:
                 self._taken -= 1
                 return None
             task = self._waiting.popleft()
-            if self._take_place() and not self._try_to_give(self._run_waiting):
+            if self._take_place() and not self._give(self._run_waiting):
                 # Without one more thread, those that run take the tasks in turn.
                 self._coming = False
                 self._taken -= 1
         return task
 
-    def _start(self, task: Task) -> None:
-        idle = _IdleThread()
-        idle.task = task  # not an argument: a thread keeps its arguments to its end
+    def _start(self, task: Task) -> bool:
+        inbox: _Inbox = queue.SimpleQueue()
+        inbox.put(task)  # not an argument: a thread keeps its arguments to its end
         thread = threading.Thread(
-            target=self._work, args=(idle,), name=self._name, daemon=True
+            target=self._work, args=(inbox,), name=self._name, daemon=True
         )
-        self._threads.add(thread)
         try:
+            self._threads.add(thread)
             thread.start()
-        except BaseException:
+        except BaseException as error:
             self._threads.discard(thread)
+            # Raised, either would leave a place taken by a thread that never comes.
+            if isinstance(error, RuntimeError | MemoryError):
+                return False
             raise
+        return True
 
-    def _work(self, idle: "_IdleThread") -> None:
-        task, idle.task = idle.task, None
+    def _work(self, inbox: _Inbox) -> None:
+        task = inbox.get()
         while task is not None:
             self._attempt(task)
             task = None  # nothing of it is kept while the thread is idle
-            task = self._next(idle)
+            task = self._next(inbox)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
@@ -183,31 +171,19 @@ class ThreadPool:
             # Tasks report their own failures; this is a failure to report one.
             _log.exception("A task of %s raised an exception.", self._name)
 
-    def _next(self, idle: "_IdleThread") -> Task | None:
+    def _next(self, inbox: _Inbox) -> Task | None:
         with self._lock:
             if self._closed:
                 return None
-            idle.task = None
             surplus = len(self._idle) >= _FEW_IDLE
-            self._idle.append(idle)
-        if idle.ready.acquire(timeout=_SURPLUS_SECONDS if surplus else _IDLE_SECONDS):
-            return idle.task
+            self._idle.append(inbox)
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=_SURPLUS_SECONDS if surplus else _IDLE_SECONDS)
         with self._lock:
-            if idle in self._idle:
-                self._idle.remove(idle)
-                return None
-        # A task came at the last moment. Or the thread that took this one out of the
-        # list was interrupted before it left a task.
-        idle.ready.acquire(blocking=False)
-        return idle.task
-
-
-class _IdleThread:
-    """The slot in which an idle thread finds its next task."""
-
-    __slots__ = ("ready", "task")
-
-    def __init__(self) -> None:
-        self.task: Task | None = None
-        self.ready = threading.Lock()
-        self.ready.acquire()
+            if inbox in self._idle:
+                self._idle.remove(inbox)
+        # A task may have come at the last moment. Or the thread that took this one out
+        # of the list was interrupted before it left a task.
+        with contextlib.suppress(queue.Empty):
+            return inbox.get_nowait()
+        return None

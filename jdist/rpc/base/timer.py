@@ -4,7 +4,6 @@ The thread never waits for anything but the next moment. Alarms ring on it and m
 wait either; actions that may send or wait go to the thread pool.
 """
 
-import contextlib
 import heapq
 import itertools
 import logging
@@ -105,7 +104,6 @@ class Timer:
         # on a thread that holds any lock.
         self._queue: queue.SimpleQueue[_Appointment | _Finalizer | None]
         self._queue = queue.SimpleQueue()
-        self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -142,7 +140,6 @@ class Timer:
     def close(self) -> None:
         """Ends the thread; idempotent."""
         self._queue.put(None)
-        self._closed.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -170,9 +167,7 @@ class Timer:
             else:
                 heapq.heappush(appointments, item)
 
-    def _rest(self, seconds: float) -> None:
-        with contextlib.suppress(queue.Empty):
-            self._closed.get(timeout=seconds)
+    _rest = staticmethod(time.sleep)
 
     def _call(self, ring: Callable[[float], object]) -> None:
         try:

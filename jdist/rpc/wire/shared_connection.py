@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdist.rpc.base.current import Deadline, Meta
+from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.future import run_all
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.codec.codes import Tree
@@ -68,11 +69,10 @@ class SharedConnection:
         self._pending: dict[int, Pending] = {}
         self._leaving: set[int] = set()  # being sent: `submit` sees that it closes
         self.closed: str | None = None
-        try:
-            pool.start(self._read)
-        except BaseException:
-            channel.close("there is no thread to read it")
-            raise
+        if not pool.start(self._read):
+            reason = "there is no thread to read it"
+            channel.close(reason)
+            raise RpcError(f"A connection to {channel.peer!r} was closed: {reason}.")
 
     def submit(
         self, pending: Pending, kind: str, meta: Meta, tree: Tree, leaves: list[Any]

@@ -6,7 +6,6 @@ thread leaves a connection on which nothing came for a while, and a single threa
 for all of these. Once one can be read, it passes that one to a thread of the pool.
 """
 
-import contextlib
 import functools
 import logging
 import selectors
@@ -50,7 +49,6 @@ class SilentConnections:
         self._pool = pool
         self._lock = threading.Lock()
         self._selector: selectors.BaseSelector | None = None  # while one is silent
-        self._closed = False
 
     @property
     def few_read(self) -> bool:
@@ -81,30 +79,18 @@ class SilentConnections:
           False if it cannot be waited for here.
         """
         with self._lock:
-            if self._closed:
-                return False
             try:
                 if self._selector is None:
-                    self._selector = self._watched()
+                    selector = selectors.DefaultSelector()
+                    leave_to_parent(selector)
+                    if not self._pool.start(functools.partial(self._watch, selector)):
+                        selector.close()
+                        return False
+                    self._selector = selector
                 self._selector.register(descriptor, selectors.EVENT_READ, (read, ended))
-            except (OSError, RuntimeError, MemoryError):
-                return False  # no more files, or no more threads
+            except (OSError, MemoryError):
+                return False  # no more files
             return True
-
-    def close(self) -> None:
-        """Takes no more; the wait ends once the silent connections have closed."""
-        with self._lock:
-            self._closed = True
-
-    def _watched(self) -> selectors.BaseSelector:
-        selector = selectors.DefaultSelector()
-        leave_to_parent(selector)
-        try:
-            self._pool.start(functools.partial(self._watch, selector))
-        except BaseException:
-            selector.close()
-            raise
-        return selector
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Waits for the silent connections until there is none."""
@@ -122,10 +108,7 @@ class SilentConnections:
 
     def _pass_on(self, read: Read, ended: Callable[[], bool]) -> None:
         # To end a connection takes less than to start a thread, and when a worker or a
-        # whole group ends, hundreds close at once. So this thread reads the end itself.
-        if not ended():
-            # If the system refuses a new thread, this one reads.
-            with contextlib.suppress(RuntimeError, MemoryError):
-                self._pool.start(functools.partial(self.run, read))
-                return
-        self.run(read)
+        # whole group ends, hundreds close at once. So this thread reads the end itself;
+        # and whatever comes, if there is no other thread.
+        if ended() or not self._pool.start(functools.partial(self.run, read)):
+            self.run(read)

@@ -291,7 +291,6 @@ class SocketTransport:
             attempt.give_up(_ENDED)
         for connection in connections:
             connection.close(_ENDED)
-        self._silent.close()
         self._threads.close(until - time.monotonic())
         self._woken.close()
         os.close(self._spare)
@@ -360,9 +359,8 @@ class SocketTransport:
                 else:
                     self._room.wait(left)
             self._strangers[stream] = time.monotonic()
-        try:
-            self._threads.start(functools.partial(self._serve, stream, is_unix(sock)))
-        except RuntimeError:  # no more threads
+        serve = functools.partial(self._serve, stream, is_unix(sock))
+        if not self._threads.start(serve):
             with contextlib.suppress(OSError):  # it is gone
                 handshake.refuse(sock)
             self._dismiss(stream)
