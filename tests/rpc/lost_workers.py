@@ -312,7 +312,7 @@ def sockets_by_name():
 
 
 def my_socket():
-    return current.worker().address[3]
+    return current.worker().address[2]
 
 
 def join_in_vain(*place, **options):

@@ -8,10 +8,8 @@ user may enter.
 
 import contextlib
 import errno
-import functools
 import ipaddress
 import os
-import platform
 import secrets
 import shutil
 import socket
@@ -20,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -43,13 +40,12 @@ class Address(NamedTuple):
     Attributes:
       host: Name or number of its machine, as others reach it.
       port: TCP port.
-      machine: A text that identifies one machine and one network namespace.
       unix: Name of its Unix socket, "@..." for an abstract one; empty: it has none.
+        It is random, so on another machine no socket has it.
     """
 
     host: str
     port: int
-    machine: str = ""
     unix: str = ""
 
 
@@ -65,7 +61,7 @@ def parse_address(address: Any) -> Address:
     """
     fields = tuple(address) if isinstance(address, list | tuple) else ()
     kinds = tuple(type(field) for field in fields)
-    if kinds not in ((str, int), (str, int, str, str)) or not 0 < fields[1] < 1 << 16:
+    if kinds not in ((str, int), (str, int, str)) or not 0 < fields[1] < 1 << 16:
         rule = "must be (host, port) or another transport's address"
         raise value_error("connect(address=...)", rule, address)
     return Address(*fields)
@@ -108,8 +104,6 @@ class Listener:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _listen_on_unix(self) -> None:
-        if not hasattr(socket, "AF_UNIX"):
-            return
         if _ON_LINUX:
             name = f"@jdist-{secrets.token_hex(16)}"
         else:
@@ -119,7 +113,7 @@ class Listener:
         self.sockets.append(listening)
         listening.bind(_unix_name(name))
         listening.listen(_BACKLOG)
-        self.address = self.address._replace(machine=machine(), unix=name)
+        self.address = self.address._replace(unix=name)
 
 
 class Attempt:
@@ -162,7 +156,7 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
       TimeoutError: The machine did not answer in time.
       OSError: This process may open no more files.
     """
-    if address.unix and address.machine == machine():
+    if address.unix:
         found = _dial_unix(address.unix, attempt)
         if found is not None:
             return found
@@ -222,7 +216,7 @@ def out_of_files(error: BaseException) -> bool:
 
 def is_unix(sock: socket.socket) -> bool:
     """Whether the other side is on this machine and memory can be passed to it."""
-    return sock.family == getattr(socket, "AF_UNIX", None)
+    return sock.family == socket.AF_UNIX
 
 
 def is_loopback(host: str) -> bool:
@@ -232,7 +226,9 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     numbers = [ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found]
-    return bool(numbers) and all(_unmapped(number).is_loopback for number in numbers)
+    # An IPv4 address may be written as one of IPv6.
+    plain = [getattr(one, "ipv4_mapped", None) or one for one in numbers]
+    return bool(plain) and all(number.is_loopback for number in plain)
 
 
 def same_user(sock: socket.socket) -> bool:
@@ -243,17 +239,6 @@ def same_user(sock: socket.socket) -> bool:
     credentials = struct.Struct("3i")
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     return bool(credentials.unpack(data)[1] == os.geteuid())
-
-
-@functools.cache
-def machine() -> str:
-    """Identify the machine: equal exactly where a Unix socket can connect."""
-    # The boot and the network namespace, which abstract names belong to.
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return f"{platform.node()}/{uuid.getnode():x}"
 
 
 def _dial_unix(name: str, attempt: Attempt) -> socket.socket | None:
@@ -315,13 +300,6 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _unix_name(name: str) -> str:
     return "\0" + name[1:] if name.startswith("@") else name
-
-
-def _unmapped(
-    number: ipaddress.IPv4Address | ipaddress.IPv6Address,
-) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    mapped = getattr(number, "ipv4_mapped", None)
-    return number if mapped is None else mapped
 
 
 def _reachable(host: str, listening: socket.socket) -> str:

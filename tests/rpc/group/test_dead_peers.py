@@ -56,8 +56,8 @@ def _worker():
 
 
 def _address(line):
-    host, port, machine, unix = line.split()
-    return [host, int(port), machine, unix]
+    host, port, unix = line.split()
+    return [host, int(port), unix]
 
 
 @pytest.mark.parametrize("route", ["unix", "tcp"])

@@ -92,7 +92,7 @@ def _honest_caller(peers):
 def _connect(peers):
     if peers.route == "unix":
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect("\0" + peers.there.address[3][1:])
+        sock.connect("\0" + peers.there.address[2][1:])
     else:
         sock = socket.create_connection(peers.address)
     sock.settimeout(PATIENCE)

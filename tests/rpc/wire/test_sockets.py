@@ -94,6 +94,6 @@ def test_all_interfaces_are_advertised_as_one():
     """Nobody can connect to 0.0.0.0; on another platform there is a file to remove."""
     listener = Listener("0.0.0.0", 0)
     assert listener.address.host not in ("", "0.0.0.0")
-    dial(listener.address._replace(machine=""), soon(), Attempt()).close()
+    dial(listener.address._replace(unix=""), soon(), Attempt()).close()
     listener.close()
     listener.close()

@@ -97,7 +97,7 @@ def test_honest_ones_in_a_crowd_all_get_in(peers):
 def _stranger(peers):
     if peers.route == "unix":
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect("\0" + peers.there.address[3][1:])
+        sock.connect("\0" + peers.there.address[2][1:])
     else:
         sock = socket.create_connection(peers.there.address[:2])
     sock.settimeout(PATIENCE)
