@@ -19,10 +19,12 @@ import jax
 import numpy as np
 
 from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.connection import Connection, Terms
 from jdist.rpc.wire.frame import Frame
 from jdist.rpc.wire.memory import MemoryPool
+from jdist.rpc.wire.silent_connections import SilentConnections
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.stream import Stream
 from jdist.rpc.wire.tls import TlsConfig
@@ -31,6 +33,7 @@ KEY = secrets.token_bytes(32)
 PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
 
 ROUTES = ("unix", "tcp", "tls")
+SILENT = SilentConnections((), ThreadPool("readers", 1))
 
 
 def soon():
@@ -202,7 +205,7 @@ def raw_pair(terms=None, memory=False):
     stream = Stream(ours)
     stream.passes_descriptors = memory
     theirs.settimeout(PATIENCE)
-    connection = Connection(stream, "raw", terms or Terms(), pool)
+    connection = Connection(stream, "raw", terms or Terms(), SILENT, pool)
     try:
         with theirs:
             yield connection, theirs
@@ -220,7 +223,7 @@ def connected_pair(memory=False):
     for end, name in zip(socket.socketpair(), ("left", "right"), strict=True):
         stream = Stream(end)
         stream.passes_descriptors = memory
-        ends.append(Connection(stream, name, Terms(), pool))
+        ends.append(Connection(stream, name, Terms(), SILENT, pool))
     try:
         yield ends
     finally:

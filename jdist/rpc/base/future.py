@@ -8,7 +8,6 @@ import contextvars
 import functools
 import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -292,30 +291,23 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     """
     waited = _futures("wait_all(futures)", futures)
     limit = resolve(timeout, 0, current.deadline())
-    # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
-    # block the thread that completes a future (see `interrupt_safe_lock`).
-    progress: queue.SimpleQueue[None] = queue.SimpleQueue()
-    left = [None] * len(waited)  # its `pop` is one step: no lock is needed
+    over: Future[None] = Future()  # all of them are complete, or one has failed
+    numbers = itertools.count(1)  # its `next` is one step: no lock is needed
 
     def one_done(future: Future[T]) -> None:
-        left.pop()
         # To wake this thread for each of them would cost more than the answers.
-        if not left or error_of(future) is not None:
-            progress.put(None)
+        if next(numbers) == len(waited) or error_of(future) is not None:
+            complete(over, None, None)
 
     for future in waited:
         if watch(future, ring := functools.partial(one_done, future)):
             ring()
-    if left:
-        current.check_may_wait()
-    while left:
-        try:
-            progress.get(timeout=limit.remaining())
-        except queue.Empty:
-            remaining = f"{len(left)} of {len(waited)} futures are not complete"
-            raise RpcTimeout(f"{exceeded(limit)} in wait_all: {remaining}.") from None
-        for failed in [one for one in waited if error_of(one) is not None]:
-            failed.value()
+    if waited and not (over.done() or await_done(over, limit.at)):
+        left = sum(not future.done() for future in waited)
+        remaining = f"{left} of {len(waited)} futures are not complete"
+        raise RpcTimeout(f"{exceeded(limit)} in wait_all: {remaining}.")
+    for failed in [one for one in waited if error_of(one) is not None]:
+        failed.value()
     return [future.value() for future in waited]
 
 

@@ -99,25 +99,20 @@ class Encoding:
       message: For the hooks of registered types.
     """
 
-    __slots__ = (
-        "_encoders", "_not_keys", "_otherwise", "_places", "depth", "functions",
-        "leaves", "message",
-    )  # fmt: skip
+    __slots__ = ("_codec", "_places", "depth", "functions", "leaves", "message")
 
     def __init__(self, codec: "Codec", message: MessageContext | None) -> None:
+        self._codec = codec
         self.functions = codec.functions
         self.depth = codec.depth  # how many levels are left
         self.message = message
         self.leaves: list[Any] = []
-        self._encoders = codec.encoders
-        self._otherwise = codec.otherwise
-        self._not_keys = codec.not_keys
         # By id: arrays cannot be hashed.
         self._places: dict[int, int] = {}
 
     def tree(self, value: Any) -> Tree:
         """Encodes a value as a tree."""
-        encoder = self._encoders.get(type(value), self._otherwise)
+        encoder = self._codec.encoders.get(type(value), self._codec.otherwise)
         return value if encoder is None else encoder(self, value)
 
     def node(self, values: Iterable[Any], code: int, *more: Tree) -> list[Tree]:
@@ -132,7 +127,7 @@ class Encoding:
         # Counted, not left to RecursionError: the peer counts the same levels.
         self.depth -= 1
         node: list[Tree] = [code, *more]
-        encoder_of, otherwise = self._encoders.get, self._otherwise
+        encoder_of, otherwise = self._codec.encoders.get, self._codec.otherwise
         for value in values:
             # As in `tree`, without a call for each value.
             encoder = encoder_of(type(value), otherwise)
@@ -146,16 +141,16 @@ class Encoding:
         Raises:
           TypeError: One arrives as something that cannot be found by it.
         """
-        for key in keys if self._not_keys else ():
-            if type(key) not in self._not_keys:
-                continue
-            kind = type(key).__name__
-            rule = f"must have no {kind} as a key or in a set: it arrives as its arrays"
+        kinds = self._codec.not_keys
+        kind = next((type(key) for key in keys if type(key) in kinds), None)
+        if kind is not None:
+            rule = f"must have no {kind.__name__} as a key or in a set: it arrives as "
             remedy = (
                 f"Send what belongs to it under a name of your own, or an RRef to the "
-                f"{kind} as the key."
+                f"{kind.__name__} as the key."
             )
-            raise type_error("rpc(value)", rule, f"a {kind}", remedy)
+            got = f"a {kind.__name__}"
+            raise type_error("rpc(value)", f"{rule}its arrays", got, remedy)
 
     def leaf(self, array: Any) -> list[Tree]:
         """Makes the node of an array; the same array is one leaf only."""
@@ -189,13 +184,12 @@ class Decoding:
       message: For the hooks of registered types.
     """
 
-    __slots__ = ("_decoders", "_depth", "functions", "leaves", "message", "registered")
+    __slots__ = ("_decoders", "_depth", "codec", "leaves", "message")
 
     def __init__(
         self, codec: "Codec", leaves: Sequence[Any], message: MessageContext | None
     ) -> None:
-        self.functions = codec.functions
-        self.registered = codec.registered
+        self.codec = codec
         self.leaves = leaves
         self.message = message
         self._decoders = codec.decoders
@@ -247,7 +241,7 @@ class Decoding:
           ForbiddenFunction: It is not allowed.
         """
         # By `resolve`, not `named`: the class is put together from fields, not called.
-        found = self.functions.resolve(name) if type(name) is str else None
+        found = self.codec.functions.resolve(name) if type(name) is str else None
         if not isinstance(found, type):
             raise ProtocolError("A node must name a class here.")
         return found
@@ -401,7 +395,7 @@ class Codec:
 
 def _registered(decoding: Decoding, node: list[Tree]) -> Any:
     code, value = decoding.parts(node, str, object)
-    decode = decoding.registered.get(code)
+    decode = decoding.codec.registered.get(code)
     if decode is None:
         raise ProtocolError(f"No type is registered as {code[:40]!r} on this worker.")
     return decode(value, decoding.message)
@@ -475,8 +469,7 @@ def _mapping(code: int, encoding: Encoding, mapping: Mapping[Any, Any]) -> Tree:
 
 
 def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
-    if mapping:
-        encoding.check_keys(mapping)
+    encoding.check_keys(mapping)
     return chain.from_iterable(mapping.items())
 
 
@@ -827,13 +820,13 @@ _DECODERS: dict[int, Decoder] = {
     codes.DTYPE: lambda d, n: dtype_named(*d.parts(n, str)),
     codes.DTYPE_CLASS: lambda d, n: dtype_named(*d.parts(n, str)).type,
     codes.KEY: lambda d, n: _made(_key, *d.parts(n, str, jax.Array)),
-    codes.REFERENCE: lambda d, n: d.functions.named(*d.parts(n, str)),
-    codes.METHOD: lambda d, n: d.functions.method(*d.parts(n, object, str)),
+    codes.REFERENCE: lambda d, n: d.codec.functions.named(*d.parts(n, str)),
+    codes.METHOD: lambda d, n: d.codec.functions.method(*d.parts(n, object, str)),
     codes.PARTIAL: _decoded_partial,
     codes.DATACLASS: _of_class(_decoded_dataclass),
     codes.NAMEDTUPLE: _of_class(_decoded_namedtuple),
     codes.ENUM: _of_class(_member),
     codes.PYTREE: _of_class(_decoded_pytree),
-    codes.EXCEPTION: lambda d, n: rebuild(*d.parts(n, object), d.functions),
+    codes.EXCEPTION: lambda d, n: rebuild(*d.parts(n, object), d.codec.functions),
     codes.PICKLE: _forbidden_pickle,
 }

@@ -82,6 +82,8 @@ _OPEN_PARTS = (
 _NOT_PURE = frozenset({"load", "set_printoptions", "printoptions"})
 """Functions of `jax.numpy` that read files or change settings of the process."""
 
+_NAMES = "must be names such as 'mypkg' or 'mypkg.ops:step'"
+
 _REMEDY = (
     "Name its module in `allow=` of `init_rpc` on every worker, or wrap it in a "
     "function of your own program."
@@ -111,9 +113,8 @@ class FunctionTable:
     def __init__(
         self, allow: Iterable[str] = (), main: types.ModuleType | None = None
     ) -> None:
-        rule = "must be names such as 'mypkg' or 'mypkg.ops:step'"
         allow = [allow] if isinstance(allow, str) else allow
-        allow = tuple(listed("init_rpc(allow=...)", allow, object, rule))
+        allow = listed("init_rpc(allow=...)", allow, object, _NAMES)
         _check_allow(allow)
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)
@@ -318,11 +319,10 @@ def own_name(thing: Any) -> str | None:
     return f"{'__main__' if module == '__mp_main__' else module}:{qualname}"
 
 
-def _check_allow(allow: tuple[str, ...]) -> None:
+def _check_allow(allow: list[str]) -> None:
     for name in allow:
         if not isinstance(name, str) or not name:
-            rule = "must be names such as 'mypkg' or 'mypkg.ops:step'"
-            raise value_error("init_rpc(allow=...)", rule, name)
+            raise value_error("init_rpc(allow=...)", _NAMES, name)
         if _within(name.partition(":")[0], _NEVER):
             rule = "must not open what can run anything"
             remedy = "Write a function of your own that does only what you need."

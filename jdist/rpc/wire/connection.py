@@ -65,9 +65,9 @@ class Connection:
       socket: Connected, and the peer's identity proved.
       peer: The name that it proved.
       terms: See there.
+      silent: Where `read` leaves it while it is silent.
       pool: Memory for large arrays, when both sides can use it on this stream.
       on_close: Called once, when the connection has given back its socket.
-      silent: Where `read` leaves it while it is silent; without, a thread stays.
       tls: What sends and receives in place of the socket.
     """
 
@@ -76,9 +76,9 @@ class Connection:
         socket: Stream,
         peer: str,
         terms: Terms,
+        silent: SilentConnections,
         pool: MemoryPool | None = None,
         on_close: Callable[["Connection"], None] | None = None,
-        silent: SilentConnections | None = None,
         tls: TlsStream | None = None,
     ) -> None:
         self.peer = peer
@@ -88,7 +88,6 @@ class Connection:
         self._pool = pool
         self._on_close = on_close
         self._silent = silent
-        self._reader: Reader | None = None
         self._is_silent = False  # and will be read, by a thread that closes it too
         self._reason: str | None = None
         self._released = False
@@ -207,29 +206,19 @@ class Connection:
 
     def read(self, reader: Reader) -> None:
         """Reads it as long as it is open; see `Channel.read`."""
-        self._reader = reader
-        if self._silent is None:
-            self._read()
-        else:
-            self._silent.run(self._read)
+        self._silent.run(functools.partial(self._read, reader))
 
-    def _read(self) -> None:
-        reader = self._reader
-        assert reader is not None
-        reader.read(self._receive_or_leave)
-        if self._released:
-            self._reader = None  # it refers to what has this connection
+    def _read(self, reader: Reader) -> None:
+        reader.read(functools.partial(self._receive_or_leave, reader))
 
-    def _receive_or_leave(self) -> Frame | None:
+    def _receive_or_leave(self, reader: Reader) -> Frame | None:
         """Receives a frame; None if nothing comes, and another thread reads the next.
 
         That one may be reading already when this returns.
         """
         self._is_silent = False
-        silent, reader = self._silent, self._reader
-        assert reader is not None
         # While few threads read, this one stays.
-        if silent is None or (reader.patient and silent.few_read):
+        if reader.patient and self._silent.few_read:
             return self.receive()
         try:
             return self.receive(None, time.monotonic() + PATIENCE)
@@ -239,8 +228,8 @@ class Connection:
             # `receive` raises the reason for a closed one.
             self._is_silent = self._reason is None
         if self._is_silent:
-            descriptor = self._socket.fileno()
-            if silent.add(descriptor, self._read, self._has_ended):
+            read = functools.partial(self._read, reader)
+            if self._silent.add(self._socket.fileno(), read, self._has_ended):
                 return None
         self._is_silent = False
         return self.receive()
@@ -332,25 +321,22 @@ class Connection:
 
     def _release(self) -> None:
         """Closes the socket, unless a thread is still inside the stream."""
+
         # A descriptor must not be closed under a system call, because its number may
         # belong to another file when the call looks it up. `_cut` wakes the thread that
         # is inside, and that thread comes here after it has released its lock.
-        with self._ending:
-            if self._sending.held or self._receiving.held:
-                return  # this very thread is inside, and was interrupted there
-            if self._released or self._is_silent:
-                return
-            if not self._sending.releasing(self._close_stream):
-                return
-        if self._on_close is not None:
-            self._on_close(self)
-
-    def _close_stream(self) -> bool:
         def close() -> bool:
-            if not self._receiving.try_acquire():
-                return False
+            if not (self._sending.try_acquire() and self._receiving.try_acquire()):
+                return False  # perhaps this very thread was interrupted there
             self._socket.close()
             self._released = True
             return True
 
-        return self._sending.try_acquire() and self._receiving.releasing(close)
+        with self._ending:
+            if self._released or self._is_silent:
+                return
+            locks = (self._sending, self._receiving)
+            if not InterruptSafeLock.releasing_all(locks, close):
+                return
+        if self._on_close is not None:
+            self._on_close(self)

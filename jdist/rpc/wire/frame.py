@@ -277,10 +277,7 @@ def parse_header(data: Bytes, limits: Limits) -> tuple[Message, Layout]:
     if len(message.leaves) > limits.leaves:
         got = len(message.leaves)
         raise _beyond("number of arrays", got, limits.leaves)
-    # Only short descriptions are cached, which bounds the cache's memory.
-    few = len(message.leaves) <= _FEW
-    lay_out = _known_layout if few else _layout
-    return message, lay_out(message.leaves, limits.body_bytes)
+    return message, _layout(message.leaves, limits.body_bytes)
 
 
 def _layout(described: tuple[_Described, ...], limit: int) -> Layout:
@@ -303,11 +300,6 @@ def _layout(described: tuple[_Described, ...], limit: int) -> Layout:
     if total > limit:
         raise _beyond("body", total, limit, _RAISED)
     return Layout(tuple(leaves), filled, tuple(large), tuple(apart))
-
-
-_FEW = 8
-_known_layout = functools.lru_cache(256)(_layout)
-"""The same few leaves come again and again, and each costs a microsecond."""
 
 
 @functools.lru_cache(1024)

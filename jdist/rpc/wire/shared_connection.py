@@ -5,6 +5,7 @@ else: users' functions, such as callbacks of futures and the constructors of wha
 answer holds, run on the pool, so that no function can keep an answer from being read.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -159,12 +160,10 @@ class SharedConnection:
         # A limit of its own: without a thread of the pool this is the timer's, and a
         # peer that is frozen reads nothing.
         until = time.monotonic() + _CANCEL_SECONDS
-        try:
+        # If it is closed, there is nothing left to cancel. And the callee keeps the
+        # deadline too; this only spares it some work.
+        with contextlib.suppress(ChannelClosed, TimeoutError):
             self._channel.send(Frame(CANCEL, number, {}, None, [], shared=True), until)
-        except ChannelClosed:
-            return  # then there is nothing left to cancel
-        except TimeoutError:
-            return  # the callee keeps the deadline too; this only spares it some work
 
     # --- the reader ---
 

@@ -138,7 +138,7 @@ class SocketTransport:
         self._pool = memory.MemoryPool() if memory.available() else None
         self.refused = 0
         self._lock = threading.Lock()
-        self._strangers: dict[Stream, float] = {}  # since when, oldest first
+        self._strangers: dict[Any, float] = {}  # streams, since when; oldest first
         self._room = threading.Condition(self._lock)
         self._attempts: dict[Attempt, str] = {}  # to which worker
         self._abandoned: dict[str, str] = {}
@@ -240,7 +240,7 @@ class SocketTransport:
             stream.polling = Polling(self.polling)
         pool = self._pool if proved.memory else None
         connection = Connection(
-            stream, proved.peer, self._terms, pool, self._forget, self._silent, tls
+            stream, proved.peer, self._terms, self._silent, pool, self._forget, tls
         )
         with self._lock:
             self._connections.add(connection)
@@ -319,7 +319,7 @@ class SocketTransport:
         try:
             self._welcome(sock)
         except OSError:
-            self._refuse(sock)  # it was gone before the handshake
+            self._dismiss(sock)  # it was gone before the handshake
 
     def _make_room(self, listening: socket.socket) -> None:
         """Frees a descriptor or refuses a connection, at the limit of open files."""
@@ -339,7 +339,7 @@ class SocketTransport:
             sock, _ = listening.accept()
             with contextlib.suppress(OSError):  # it is gone
                 handshake.refuse(sock)
-            self._refuse(sock)
+            self._dismiss(sock)
         except OSError:
             self._closed.wait(0.05)  # another thread took the descriptor, or it left
         finally:
@@ -347,7 +347,7 @@ class SocketTransport:
 
     def _welcome(self, sock: socket.socket) -> None:
         if is_unix(sock) and not same_user(sock):
-            self._refuse(sock)
+            self._dismiss(sock)
             return
         stream = Stream(sock)
         with self._lock:
@@ -365,22 +365,16 @@ class SocketTransport:
                 handshake.refuse(sock)
             self._dismiss(stream)
 
-    def _refuse(self, sock: socket.socket) -> None:
-        with self._lock:
-            self.refused += 1  # before the close, which a peer may see at once
-        sock.close()
-
     def _dismiss_oldest(self) -> None:
-        for stream in self._strangers:
-            stream.shut()  # its thread wakes up and closes it
-            del self._strangers[stream]
-            return
+        stream = next(iter(self._strangers))
+        stream.shut()  # its thread wakes up and closes it
+        del self._strangers[stream]
 
-    def _dismiss(self, stream: Stream) -> None:
+    def _dismiss(self, stranger: Stream | socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(stream, None)
-            self.refused += 1
-            stream.close()
+            self._strangers.pop(stranger, None)
+            self.refused += 1  # before the close, which a peer may see at once
+            stranger.close()
             self._room.notify()
 
     def _serve(self, stream: Stream, local: bool) -> None:

@@ -126,7 +126,6 @@ class Attempt:
     def __init__(self) -> None:
         self.given_up: str | None = None
         self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
 
     def uses(self, sock: socket.socket) -> None:
         """Sets the socket that is about to be connected.
@@ -134,18 +133,17 @@ class Attempt:
         Raises:
           ChannelClosed: The attempt was given up.
         """
-        with self._lock:
-            self._socket = sock
-            if self.given_up is not None:
-                raise ChannelClosed(self.given_up)
+        # In this order: `give_up` looks in the other one.
+        self._socket = sock
+        if self.given_up is not None:
+            raise ChannelClosed(self.given_up)
 
     def give_up(self, reason: str) -> None:
         """Wakes the thread that connects; any thread, any number of times."""
-        with self._lock:
-            self.given_up = self.given_up or reason
-            if self._socket is not None:
-                with contextlib.suppress(OSError):  # it is not connected, or closed
-                    self._socket.shutdown(socket.SHUT_RDWR)
+        self.given_up = self.given_up or reason
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is not connected, or closed
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.socket:

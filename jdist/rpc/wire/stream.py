@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
@@ -168,7 +168,7 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(sock)
         self._socket = sock
@@ -273,10 +273,14 @@ class Stream:
         """
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
             pieces = (b"".join(pieces),)
+        rights: Any = ()
+        if descriptors:
+            passed = array.array("i", descriptors)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
         begun = False
         while pieces:
             try:
-                sent = self._send_some(pieces, descriptors)
+                sent = self._socket.sendmsg(pieces[:_MOST_PIECES], rights, _NOW)
             except BlockingIOError:
                 self._wait_for_room(deadline, begun)
                 continue
@@ -286,7 +290,7 @@ class Stream:
             if len(pieces) == 1 and sent == len(pieces[0]):
                 return
             # Descriptors go with the first byte; sent again they would arrive twice.
-            begun, descriptors = True, ()
+            begun, rights = True, ()
             pieces = _rest(pieces, sent)
 
     def silent(self) -> bool:
@@ -361,15 +365,6 @@ class Stream:
         if flags & socket.MSG_CTRUNC or len(self.descriptors) > MOST_DESCRIPTORS:
             raise ProtocolError(f"more than {MOST_DESCRIPTORS} memory descriptors came")
         return got
-
-    def _send_some(self, pieces: Pieces, descriptors: Sequence[int]) -> int:
-        if descriptors:
-            passed = array.array("i", descriptors)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
-            return self._socket.sendmsg(pieces[:_MOST_PIECES], rights, _NOW)
-        if len(pieces) == 1:
-            return self._socket.send(pieces[0], _NOW)
-        return self._socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
 
     def _wait_for_room(self, deadline: float | None, begun: bool) -> None:
         poll = select.poll()

@@ -3,9 +3,7 @@
 import asyncio
 import contextvars
 import logging
-import queue
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -269,20 +267,15 @@ def test_wait_all_raises_while_it_waits():
 
 def test_wait_all_is_woken_once(monkeypatch):
     """Not by each answer: a thread that wakes takes the interpreter from the reader."""
-    woken = []
-
-    class Counting:
-        def __init__(self):
-            self._queue = queue.SimpleQueue()
-            self.get = self._queue.get
-
-        def put(self, item):
-            woken.append(item)
-            self._queue.put(item)
-
-    counted = SimpleNamespace(SimpleQueue=Counting, Empty=queue.Empty)
-    monkeypatch.setattr(future_module, "queue", counted)
+    woken, complete = [], future_module.complete
     futures = [rpc.Future() for _ in range(20)]
+
+    def counting(future, *result):
+        if future not in futures:
+            woken.append(future)
+        return complete(future, *result)
+
+    monkeypatch.setattr(future_module, "complete", counting)
     for number, future in enumerate(futures[:7]):
         future.set_result(number)
     waiting = threading.Thread(target=lambda: found.extend(rpc.wait_all(futures)))

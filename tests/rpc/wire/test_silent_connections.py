@@ -166,7 +166,7 @@ def test_a_frame_may_begin_with_its_first_byte_alone(served, impatient, pool):
     silent = SilentConnections((), pool)
     with theirs:
         theirs.settimeout(PATIENCE)
-        channel = Connection(Stream(ours), "raw", Terms(), silent=silent)
+        channel = Connection(Stream(ours), "raw", Terms(), silent)
         reading = threading.Thread(target=served, args=(channel,))
         reading.start()
         wait_until(lambda: silent_ones(silent) == 1)
