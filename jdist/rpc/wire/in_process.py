@@ -94,6 +94,7 @@ class InProcessTransport:
         hub = Hub()
         hub.transports[self.name] = self
         caller = InProcessTransport(name, hub)
+        caller.threads = self.threads  # nothing closes the caller's transport
         return caller.connect(self.name, None, None)
 
     def serve(self, on_channel: Callable[[Channel], None]) -> None:

@@ -142,10 +142,10 @@ class MemoryPool:
     def _take(self, size: int) -> _Block | None:
         with self._lock:
             # The latest first: its pages are the likeliest to be in the caches.
-            for index in range(len(self._blocks) - 1, -1, -1):
-                block = self._blocks[index]
+            for block in reversed(self._blocks):
                 if size <= block.size <= max(size * _SLACK, _STEP) and block.try_take():
-                    return self._blocks.pop(index)
+                    self._blocks.remove(block)
+                    return block
             rounded = -(-size // _STEP) * _STEP
             if self._closed or not self._make_room(rounded):
                 return None
@@ -160,14 +160,11 @@ class MemoryPool:
 
     def _make_room(self, size: int) -> bool:
         """Drops free memory, the oldest first, until `size` more fits the budget."""
-        index = 0
-        while self._kept + size > self._budget and index < len(self._blocks):
-            if self._blocks[index].try_take():
-                block = self._blocks.pop(index)
+        for block in list(self._blocks):
+            if self._kept + size > self._budget and block.try_take():
+                self._blocks.remove(block)
                 self._kept -= block.size
                 block.close()
-            else:
-                index += 1
         return self._kept + size <= self._budget
 
     def _give_back(self, block: _Block) -> None:
