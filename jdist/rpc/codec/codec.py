@@ -99,11 +99,10 @@ class Encoding:
       message: For the hooks of registered types.
     """
 
-    __slots__ = ("_codec", "_places", "depth", "functions", "leaves", "message")
+    __slots__ = ("_places", "codec", "depth", "leaves", "message")
 
     def __init__(self, codec: "Codec", message: MessageContext | None) -> None:
-        self._codec = codec
-        self.functions = codec.functions
+        self.codec = codec
         self.depth = codec.depth  # how many levels are left
         self.message = message
         self.leaves: list[Any] = []
@@ -112,7 +111,7 @@ class Encoding:
 
     def tree(self, value: Any) -> Tree:
         """Encodes a value as a tree."""
-        encoder = self._codec.encoders.get(type(value), self._codec.otherwise)
+        encoder = self.codec.encoders.get(type(value), self.codec.otherwise)
         return value if encoder is None else encoder(self, value)
 
     def node(self, values: Iterable[Any], code: int, *more: Tree) -> list[Tree]:
@@ -127,7 +126,7 @@ class Encoding:
         # Counted, not left to RecursionError: the peer counts the same levels.
         self.depth -= 1
         node: list[Tree] = [code, *more]
-        encoder_of, otherwise = self._codec.encoders.get, self._codec.otherwise
+        encoder_of, otherwise = self.codec.encoders.get, self.codec.otherwise
         for value in values:
             # As in `tree`, without a call for each value.
             encoder = encoder_of(type(value), otherwise)
@@ -141,16 +140,16 @@ class Encoding:
         Raises:
           TypeError: One arrives as something that cannot be found by it.
         """
-        kinds = self._codec.not_keys
+        kinds = self.codec.not_keys
         kind = next((type(key) for key in keys if type(key) in kinds), None)
         if kind is not None:
-            rule = f"must have no {kind.__name__} as a key or in a set: it arrives as "
+            name = kind.__name__
+            rule = f"must have no {name} as a key or in a set: it arrives as its arrays"
             remedy = (
                 f"Send what belongs to it under a name of your own, or an RRef to the "
-                f"{kind.__name__} as the key."
+                f"{name} as the key."
             )
-            got = f"a {kind.__name__}"
-            raise type_error("rpc(value)", f"{rule}its arrays", got, remedy)
+            raise type_error("rpc(value)", rule, f"a {name}", remedy)
 
     def leaf(self, array: Any) -> list[Tree]:
         """Makes the node of an array; the same array is one leaf only."""
@@ -576,12 +575,12 @@ def _key(name: str, data: jax.Array) -> jax.Array:
 
 
 def _reference(encoding: Encoding, value: Any) -> Tree:
-    return [codes.REFERENCE, encoding.functions.reference(value)]
+    return [codes.REFERENCE, encoding.codec.functions.reference(value)]
 
 
 def _method(encoding: Encoding, value: types.MethodType) -> Tree:
     owner, name = value.__self__, value.__name__
-    if encoding.functions.method(owner, name) != value:
+    if encoding.codec.functions.method(owner, name) != value:
         rule = "must be what its name means in the class of its object"
         raise value_error("rpc(method)", rule, value)
     return encoding.node((owner, name), codes.METHOD)
@@ -606,7 +605,7 @@ def _decoded_partial(decoding: Decoding, node: list[Tree]) -> Any:
 
 
 def _name_of(encoding: Encoding, value: Any) -> str:
-    return encoding.functions.reference(type(value))
+    return encoding.codec.functions.reference(type(value))
 
 
 def _dataclass(encoding: Encoding, value: Any) -> Tree:

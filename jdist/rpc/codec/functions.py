@@ -31,7 +31,7 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -119,7 +119,6 @@ class FunctionTable:
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)
         self._modules = ("jdist", *(name for name in allow if ":" not in name))
-        self._open: set[str] = set()  # modules found allowed so far, and importable
         self._found: dict[str, _Found] = {}
         self._known = dict(_always_known())
         for name in self._modules:
@@ -252,30 +251,23 @@ class FunctionTable:
             raise ForbiddenFunction(requirement("rpc(function)", rule, got, remedy))
 
     def _allows(self, module: str, ref: str) -> bool:
-        if module in self._open or ref in self._objects:
+        if ref in self._objects:
             return True
         if _within(module, _NEVER) or module.endswith(".__main__"):
             return False
         if _within(module, _CLOSED):
             return _within(module, _OPEN_PARTS)
-        return module == "__main__" or _within(
-            module, (*self._modules, *self._main_package())
-        )
-
-    def _main_package(self) -> Iterator[str]:
-        package = getattr(self._main_module(), "__package__", None)
-        if package:
-            yield package.partition(".")[0]  # the whole package, not only one folder
+        package = getattr(self._main_module(), "__package__", None) or "__main__"
+        # Of the main program the whole package, not only one folder.
+        whole = package.partition(".")[0]
+        return _within(module, ("__main__", whole, *self._modules))
 
     def _main_module(self) -> types.ModuleType:
         return self._main or sys.modules["__main__"]
 
     def _load(self, module: str, ref: str) -> types.ModuleType:
         if module == "__main__":
-            self._open.add(module)
             return self._main_module()
-        if module in self._open and module in sys.modules:
-            return sys.modules[module]
         if not all(map(str.isidentifier, module.split("."))):
             raise ForbiddenFunction(_absent(ref))
         try:
@@ -287,8 +279,6 @@ class FunctionTable:
                 found = importlib.import_module(name)
         except Exception as error:
             raise ForbiddenFunction(f"{_absent(ref)} ({error})") from error
-        if ref not in self._objects:
-            self._open.add(module)
         return found
 
 

@@ -102,11 +102,9 @@ class SharedConnection:
             self._expire(number)
         except ChannelClosed as error:
             self._disconnect(number, str(error))
-        except ValueError:  # it is beyond the limits, and nothing was sent
-            self._pending.pop(number, None)
-            raise
         except BaseException:
-            self.withdraw(number)  # Ctrl-C may come after it was sent
+            # Nothing was sent of what is beyond the limits; but Ctrl-C may come later.
+            self.withdraw(number)
             raise
         finally:
             self._leaving.discard(number)

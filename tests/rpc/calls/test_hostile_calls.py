@@ -21,6 +21,7 @@ from jdist.rpc.calls.callee import TAKE_BACK
 from jdist.rpc.codec import Codec, codes
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
+from jdist.rpc.group.coordinator import NAME
 from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
@@ -129,7 +130,7 @@ def attacked(group):
     assert rpc.rpc_sync("worker1", double, args=(21,)) == 42
 
 
-_COMING_AND_GOING = {"worker0 rpc", "rpc coordinator", "rpc coordinator reads"}
+_COMING_AND_GOING = {"worker0 rpc", "rpc coordinator", f"{NAME} reads"}
 
 
 def _threads():
