@@ -54,16 +54,17 @@ def receive(pieces, device=None, apart=(), limits=LIMITS):
     """What a transport does with the bytes that reach it."""
     head, *body = pieces
     size = framing.parse_prefix(head[: framing.PREFIX_BYTES], limits)
-    message, layout = framing.parse_header(head[framing.PREFIX_BYTES :], limits)
-    buffers = framing.allocate(layout)
+    header = framing.parse_header(head[framing.PREFIX_BYTES :], limits)
+    buffers, sizes = framing.allocate(header, limits)
     stream = b"".join(body)
     assert len(head) == framing.PREFIX_BYTES + size
     assert len(stream) == sum(map(len, buffers))
+    assert sizes == [len(leaf) for leaf in apart]
     for buffer in buffers:
         buffer[:] = stream[: len(buffer)]
         stream = stream[len(buffer) :]
     behind = [memoryview(bytearray(leaf)) for leaf in apart]
-    return framing.assemble(message, layout, buffers, device, behind)
+    return framing.assemble(header, buffers, device, behind)
 
 
 def assert_same(got, sent):

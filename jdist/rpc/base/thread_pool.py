@@ -24,7 +24,7 @@ _FEW_IDLE = 2
 _SURPLUS_SECONDS = 2.0
 
 Task = Callable[[], None]
-_Inbox = queue.SimpleQueue[Task | None]
+_TaskQueue = queue.SimpleQueue[Task | None]
 """Where an idle thread finds its next task; None ends it."""
 
 
@@ -43,7 +43,7 @@ class ThreadPool:
         self.places = places
         self._name = name
         self._lock = threading.Lock()
-        self._idle: list[_Inbox] = []  # of idle threads
+        self._idle: list[_TaskQueue] = []  # of idle threads
         self._waiting: deque[Task] = deque()
         self._taken = 0
         self._coming = False
@@ -139,7 +139,7 @@ class ThreadPool:
         return task
 
     def _start(self, task: Task) -> bool:
-        inbox: _Inbox = queue.SimpleQueue()
+        inbox: _TaskQueue = queue.SimpleQueue()
         inbox.put(task)  # not an argument: a thread keeps its arguments to its end
         thread = threading.Thread(
             target=self._work, args=(inbox,), name=self._name, daemon=True
@@ -155,7 +155,7 @@ class ThreadPool:
             raise
         return True
 
-    def _work(self, inbox: _Inbox) -> None:
+    def _work(self, inbox: _TaskQueue) -> None:
         task = inbox.get()
         while task is not None:
             self._attempt(task)
@@ -171,7 +171,7 @@ class ThreadPool:
             # Tasks report their own failures; this is a failure to report one.
             _log.exception("A task of %s raised an exception.", self._name)
 
-    def _next(self, inbox: _Inbox) -> Task | None:
+    def _next(self, inbox: _TaskQueue) -> Task | None:
         with self._lock:
             if self._closed:
                 return None

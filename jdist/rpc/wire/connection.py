@@ -23,7 +23,6 @@ from jdist.rpc.wire.frame import (
     ANSWERS,
     PREFIX_BYTES,
     Frame,
-    Layout,
     Limits,
     allocate,
     assemble,
@@ -246,12 +245,12 @@ class Connection:
         try:
             limits = self._terms.limits
             size = parse_prefix(self._take(PREFIX_BYTES, deadline), limits)
-            message, layout = parse_header(self._take(size, deadline), limits)
-            buffers = allocate(layout)
+            header = parse_header(self._take(size, deadline), limits)
+            buffers, sizes = allocate(header, limits)
             for buffer in buffers:
                 self._fill(buffer, deadline)
-            apart = self._claim(layout) if layout.apart else ()
-            return assemble(message, layout, buffers, self._terms.device, apart)
+            apart = self._claim(sizes) if sizes else ()
+            return assemble(header, buffers, self._terms.device, apart)
         except TimeoutError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 self._cut("the deadline passed in the middle of a frame")
@@ -283,13 +282,13 @@ class Connection:
         self._start = self._end = 0
         self._end = self._stream.receive_into(self._buffer, until)
 
-    def _claim(self, layout: Layout) -> list[memoryview]:
+    def _claim(self, sizes: list[int]) -> list[memoryview]:
         """The memory behind the descriptors that came with this frame."""
-        if self._pool is None or len(self._socket.descriptors) < len(layout.apart):
+        if self._pool is None or len(self._socket.descriptors) < len(sizes):
             raise ProtocolError("A frame came without its memory descriptors.")
-        taken = [self._socket.descriptors.popleft() for _ in layout.apart]
+        taken = [self._socket.descriptors.popleft() for _ in sizes]
         try:
-            return [memory.receive(taken.pop(0), size) for size in layout.apart]
+            return [memory.receive(taken.pop(0), size) for size in sizes]
         finally:
             memory.close_all(taken)
 

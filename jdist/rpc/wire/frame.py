@@ -15,8 +15,8 @@ final memory: one slab for the small leaves, aligned memory for each large one. 
 machine large leaves may travel *apart* from the body, as memory descriptors (see
 `memory`).
 
-Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothing but
-`ProtocolError`, and nothing beyond `Limits` is ever allocated.
+Whatever a peer sends, `parse_prefix`, `parse_header`, `allocate` and `assemble` raise
+nothing but `ProtocolError`, and nothing beyond `Limits` is ever allocated.
 """
 
 import functools
@@ -129,7 +129,7 @@ _Described = tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]
 """Flags, dtype and shape of a leaf."""
 
 
-class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The header as msgpack; of each leaf flags, dtype and shape."""
 
     kind: Annotated[str, msgspec.Meta(max_length=64)]
@@ -140,31 +140,8 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     leaves: tuple[_Described, ...]
 
 
-class _Leaf(NamedTuple):
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    flags: int
-    offset: int | None  # In the slab; None for a leaf with memory of its own.
-
-
-class Layout(NamedTuple):
-    """The places of the bytes of some leaves.
-
-    Attributes:
-      leaves: The type of each leaf and the place of its bytes.
-      slab: Size of the slab in bytes.
-      large: Size in bytes of each large leaf, in order.
-      apart: Size in bytes of each leaf sent as a memory descriptor, in order.
-    """
-
-    leaves: tuple[_Leaf, ...]
-    slab: int
-    large: tuple[int, ...]
-    apart: tuple[int, ...]
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder = msgspec.msgpack.Decoder(Header)
 
 
 # --- sending ---
@@ -264,56 +241,61 @@ def parse_prefix(data: Bytes, limits: Limits) -> int:
     return int(header)
 
 
-def parse_header(data: Bytes, limits: Limits) -> tuple[Message, Layout]:
-    """Decodes a header, checks each field, and lays its arrays out.
+def parse_header(data: Bytes, limits: Limits) -> Header:
+    """Decodes a header.
 
     Raises:
-      ProtocolError: It is malformed, inconsistent, or beyond the limits.
+      ProtocolError: It is malformed, or beyond the limits.
     """
     try:
-        message = _decoder.decode(data)
+        header = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"A header cannot be read: {error}") from error
-    if len(message.leaves) > limits.leaves:
-        got = len(message.leaves)
+    if len(header.leaves) > limits.leaves:
+        got = len(header.leaves)
         raise _beyond("number of arrays", got, limits.leaves)
-    return message, _layout(message.leaves, limits.body_bytes)
+    return header
 
 
-def _layout(described: tuple[_Described, ...], limit: int) -> Layout:
-    leaves: list[_Leaf] = []
+def allocate(header: Header, limits: Limits) -> tuple[list[memoryview], list[int]]:
+    """Allocate the memory to receive the body into.
+
+    Returns:
+      The slab and the memory of each large leaf, in the order in which they are sent;
+      and the size of each leaf that travels apart.
+
+    Raises:
+      ProtocolError: The arrays are none, or beyond the limits.
+    """
+    filled = 0
     large: list[int] = []
     apart: list[int] = []
-    filled = 0
-    for flags, name, shape in described:
-        dtype, nbytes = _described(name, shape, limit)
-        offset = None
+    for flags, name, shape in header.leaves:
+        _, nbytes, most = _described(name, shape)
+        if most > limits.body_bytes:
+            raise _beyond("array", most, limits.body_bytes, _RAISED)
         if flags & _APART:
             apart.append(nbytes)
         elif nbytes >= _SMALL:
             large.append(nbytes)
         else:
-            offset = filled + -filled % _ALIGNMENT
-            filled = offset + nbytes
-        leaves.append(_Leaf(dtype, shape, flags, offset))
+            filled += -filled % _ALIGNMENT + nbytes
     total = filled + sum(large) + sum(apart)
-    if total > limit:
-        raise _beyond("body", total, limit, _RAISED)
-    return Layout(tuple(leaves), filled, tuple(large), tuple(apart))
+    if total > limits.body_bytes:
+        raise _beyond("body", total, limits.body_bytes, _RAISED)
+    return [memoryview(bytearray(filled)), *map(aligned, large)], apart
 
 
 @functools.lru_cache(1024)
-def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype, int]:
-    """Return an array's dtype and its size in bytes."""
+def _described(name: str, shape: tuple[int, ...]) -> tuple[np.dtype, int, int]:
+    """Return an array's dtype, its size in bytes, and the size to be compared."""
     dtype = dtype_named(name)
     if len(shape) > 64:
         raise ProtocolError(f"An array has {len(shape)} dimensions.")
     nbytes = dtype.itemsize * math.prod(shape)
     # An empty array, too, must not have dimensions whose product overflows.
     most = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
-    if most > limit:
-        raise _beyond("array", most, limit, _RAISED)
-    return dtype, nbytes
+    return dtype, nbytes, most
 
 
 _RAISED = " RpcOptions(max_array_bytes=...) raises it."
@@ -343,16 +325,8 @@ def aligned(nbytes: int) -> memoryview:
     return whole.data[start : start + nbytes]
 
 
-def allocate(layout: Layout) -> list[memoryview]:
-    """Allocate the memory to receive the body into, in order; no piece is empty."""
-    memory = [memoryview(bytearray(layout.slab))] if layout.slab else []
-    memory += map(aligned, layout.large)
-    return memory
-
-
 def assemble(
-    message: Message,
-    layout: Layout,
+    header: Header,
     buffers: Sequence[memoryview],
     device: jax.Device | None,
     apart: Sequence[memoryview] = (),
@@ -360,28 +334,31 @@ def assemble(
     """Build the frame over the received memory, which its leaves then own.
 
     Args:
-      message: As `parse_header` gave it.
-      layout: Likewise.
+      header: As `parse_header` gave it.
       buffers: As `allocate` gave them, filled.
       device: Where JAX arrays are placed; None for JAX's default.
       apart: The memory behind the descriptors, writable, in order; each piece of at
-        least `layout.apart` bytes.
+        least the size that `allocate` gave.
 
     Raises:
       ProtocolError: JAX cannot hold an array.
     """
     large, separate = iter(buffers), iter(apart)
-    slab: Any = next(large) if layout.slab else bytearray()
+    slab, filled = next(large), 0
     leaves: list[Any] = []
-    for dtype, shape, flags, offset in layout.leaves:
-        if offset is None:
-            memory = next(separate if flags & _APART else large)
-            array = np.ndarray(shape, dtype, memory)
+    for flags, name, shape in header.leaves:
+        dtype, nbytes, _ = _described(name, shape)
+        if flags & _APART:
+            array = np.ndarray(shape, dtype, next(separate))
+        elif nbytes >= _SMALL:
+            array = np.ndarray(shape, dtype, next(large))
         else:
-            array = np.ndarray(shape, dtype, slab, offset)
+            filled += -filled % _ALIGNMENT
+            array = np.ndarray(shape, dtype, slab, filled)
+            filled += nbytes
         leaves.append(_received(array, flags, device) if flags & _JAX else array)
     return Frame(
-        message.kind, message.id, message.meta, message.tree, leaves, message.shared
+        header.kind, header.id, header.meta, header.tree, leaves, header.shared
     )
 
 

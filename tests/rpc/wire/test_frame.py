@@ -42,8 +42,7 @@ def test_a_frame_comes_back(rng, shared, least):
     assert {d for a in got.leaves[1::2] for d in a.devices()} == {jax.devices("cpu")[1]}
 
 
-def _laid_out(pieces):
-    """The message of a packed frame, and its layout."""
+def _header(pieces):
     return framing.parse_header(pieces[0][framing.PREFIX_BYTES :], LIMITS)
 
 
@@ -53,7 +52,7 @@ def test_frames_without_arrays():
     (head,) = pieces
     size = framing.parse_prefix(head[: framing.PREFIX_BYTES], LIMITS)
     assert size == len(head) - framing.PREFIX_BYTES
-    assert framing.allocate(_laid_out(pieces)[1]) == []
+    assert framing.allocate(_header(pieces), LIMITS) == ([b""], [])
     assert receive(pieces) == _frame()
 
 
@@ -84,14 +83,14 @@ def test_large_leaves_are_received_into_their_own_memory(rng):
     small = [rng.normal(size=5) for _ in range(2)]
     sent = _frame(small[0], large[0], small[1], large[1])
     pieces = framing.pack(sent)
-    message, layout = _laid_out(pieces)
-    buffers = framing.allocate(layout)
+    header = _header(pieces)
+    buffers, _ = framing.allocate(header, LIMITS)
     assert [len(b) for b in buffers] == [16 * 3 + 40, 72000, 72000]
     starts = [_address(np.frombuffer(b, np.uint8)) for b in buffers[1:]]
     assert [start % 64 for start in starts] == [0, 0]
     for buffer, piece in zip(buffers, pieces[1:], strict=True):
         buffer[:] = piece
-    got = framing.assemble(message, layout, buffers, None).leaves
+    got = framing.assemble(header, buffers, None).leaves
     assert [_address(got[1]), _address(got[3])] == starts
     assert_same(got, sent.leaves)
 
@@ -99,11 +98,10 @@ def test_large_leaves_are_received_into_their_own_memory(rng):
 def test_received_jax_arrays_are_the_received_memory(rng):
     """From the socket to the device without a copy, on CPU."""
     pieces = framing.pack(_frame(jnp.asarray(rng.normal(size=(100, 90)))))
-    message, layout = _laid_out(pieces)
-    (buffer,) = framing.allocate(layout)
+    header = _header(pieces)
+    (slab, buffer), _ = framing.allocate(header, LIMITS)
     buffer[:] = pieces[1]
-    device = jax.devices("cpu")[1]
-    (got,) = framing.assemble(message, layout, [buffer], device).leaves
+    (got,) = framing.assemble(header, [slab, buffer], jax.devices("cpu")[1]).leaves
     assert _address(np.asarray(got)) == _address(np.frombuffer(buffer, np.uint8))
 
 
@@ -125,7 +123,7 @@ def test_memory_behind_descriptors_may_be_larger(rng):
     pieces, apart = pack_apart(_frame(array))
     page = memoryview(bytearray(4096))
     page[: array.nbytes] = apart[0]
-    (got,) = framing.assemble(*_laid_out(pieces), [], None, [page]).leaves
+    (got,) = framing.assemble(_header(pieces), [b""], None, [page]).leaves
     assert_same(got, array)
 
 
@@ -165,8 +163,14 @@ def test_bad_prefixes(data, message):
 def test_limits_are_inclusive():
     """Exactly the limit passes."""
     assert framing.parse_prefix(_prefix(header=1000), SMALL) == 1000
-    good = msgspec.msgpack.encode(_changed(5, [[0, "uint8", [5000]], *EMPTY]))
-    assert framing.parse_header(good, SMALL)[1].slab == 5000
+    good = msgspec.msgpack.encode(_changed(5, [*EMPTY, [0, "uint8", [5000]]]))
+    assert _allocated(good) == [5000]
+
+
+def _allocated(data):
+    """The sizes of what is allocated for a header."""
+    header = framing.parse_header(data, SMALL)
+    return [len(buffer) for buffer in framing.allocate(header, SMALL)[0]]
 
 
 EMPTY = [[0, "uint8", [0]]] * 6
@@ -227,20 +231,20 @@ def test_bad_headers(name, monkeypatch):
     if not isinstance(data, bytes):
         data = msgspec.msgpack.encode(data)
     good = msgspec.msgpack.encode(GOOD)
-    assert framing.parse_header(good, SMALL)[1].slab == 24
+    assert _allocated(good) == [24]
     with pytest.raises(ProtocolError, match=message):
-        framing.parse_header(data, SMALL)
+        _allocated(data)
 
 
 @pytest.mark.parametrize("dtype", ["<U3", "<M8[s]", ">f4", "float0"])
 def test_jax_arrays_of_what_jax_does_not_have(dtype):
     """A peer that says so is refused; JAX's own words are in the error."""
     data = msgspec.msgpack.encode(_leaf(1, dtype, [2]))
-    message, layout = framing.parse_header(data, LIMITS)
-    buffers = framing.allocate(layout)
+    header = framing.parse_header(data, LIMITS)
+    buffers, _ = framing.allocate(header, LIMITS)
     for device in (None, jax.devices("cpu")[1]):
         with pytest.raises(ProtocolError, match="JAX cannot hold an array"):
-            framing.assemble(message, layout, buffers, device)
+            framing.assemble(header, buffers, device)
 
 
 def test_the_format_is_that_of_this_version():

@@ -60,19 +60,18 @@ def worker(monkeypatch):
             np.frombuffer(data, np.uint8), [framing.PREFIX_BYTES + size]
         )
         given = head[framing.PREFIX_BYTES :].tobytes()
-        message, layout = framing.parse_header(given, LIMITS)
-        buffers = framing.allocate(layout)
+        header = framing.parse_header(given, LIMITS)
+        buffers, sizes = framing.allocate(header, LIMITS)
         total = sum(map(len, buffers))
         assert sum(taken) <= total <= LIMITS.body_bytes
-        assert sum(layout.apart) <= LIMITS.body_bytes
+        assert sum(sizes) <= LIMITS.body_bytes
         if len(data) < total:
             raise ProtocolError("The connection closed in the middle of a frame.")
         for buffer in buffers:
             buffer[:] = data[: len(buffer)].tobytes()
             data = data[len(buffer) :]
-        apart = [memoryview(bytearray(size)) for size in layout.apart]
-        device = jax.devices("cpu")[1]
-        frame = framing.assemble(message, layout, buffers, device, apart)
+        apart = [memoryview(bytearray(size)) for size in sizes]
+        frame = framing.assemble(header, buffers, jax.devices("cpu")[1], apart)
         return codec.decode(frame.tree, frame.leaves)
 
     receive.decode = codec.decode
@@ -293,7 +292,7 @@ def test_nothing_is_allocated_for_what_is_announced(monkeypatch, announced):
             header = ["call", 1, {}, None, False, [[flags, "int8", shape]]]
             data = msgspec.msgpack.encode(header)
             with pytest.raises(ProtocolError, match="is beyond this worker's limit"):
-                framing.parse_header(data, LIMITS)
+                framing.allocate(framing.parse_header(data, LIMITS), LIMITS)
 
 
 @pytest.mark.parametrize("opening", [b"\xdd", b"\xdf", b"\xc6", b"\xdb"])
