@@ -162,24 +162,13 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError(f"no time was left to connect to {where}")
     try:
-        connected = _dial_tcp(address, deadline, attempt)
+        return _dial_tcp(address, deadline, attempt)
     except TimeoutError as error:
         raise TimeoutError(f"{where} did not answer in time") from error
     except OSError as error:
         if isinstance(error, ChannelClosed) or out_of_files(error):
             raise
         raise ChannelClosed(f"no worker listens at {where} ({error})") from error
-    try:
-        # TCP lets a socket connect to itself if the kernel gave it the very port that
-        # it connects to.
-        reached_itself = connected.getsockname() == connected.getpeername()
-    except OSError as error:  # The other side has closed it already.
-        connected.close()
-        raise ChannelClosed(f"no worker listens at {where} ({error})") from error
-    if reached_itself:
-        connected.close()
-        raise ChannelClosed(f"no worker listens at {where} (it reached itself)")
-    return connected
 
 
 def once_known(host: str, until: float | None, use: Callable[[], T]) -> T:
@@ -271,6 +260,10 @@ def _dial_tcp(
             tcp.settimeout(left)
             try:
                 tcp.connect(there)
+                # TCP lets a socket connect to itself if the kernel gave it the very
+                # port that it connects to.
+                if tcp.getsockname() == tcp.getpeername():
+                    raise OSError("it reached itself")
             except TimeoutError:
                 raise
             except OSError as error:

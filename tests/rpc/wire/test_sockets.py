@@ -5,7 +5,6 @@ import struct
 
 import pytest
 
-from jdist.rpc.wire import sockets
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.sockets import (
     Address,
@@ -37,29 +36,34 @@ def test_what_is_no_address(address):
 
 def test_a_socket_that_reaches_itself(monkeypatch):
     """TCP allows it; no worker listens there all the same."""
-    itself = socket.socket()
-    itself.bind(("127.0.0.1", 0))
-    itself.connect(itself.getsockname())
-    monkeypatch.setattr(sockets, "_dial_tcp", lambda *_: itself)
+    connect = socket.socket.connect
+
+    def reach_itself(tcp, there):
+        tcp.bind(("127.0.0.1", 0))
+        connect(tcp, tcp.getsockname())
+
+    monkeypatch.setattr(socket.socket, "connect", reach_itself)
     with pytest.raises(
-        ChannelClosed, match=r"no worker listens at h:1 \(it reached itself"
+        ChannelClosed, match=r"no worker listens at 127.0.0.1:1 \(it reached itself"
     ):
-        dial(Address("h", 1), soon(), Attempt())
-    assert itself.fileno() == -1
+        dial(Address("127.0.0.1", 1), soon(), Attempt())
 
 
 def test_a_socket_that_was_reset_at_once(monkeypatch):
     """A listener that ends resets what it has not accepted."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connected = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
-    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    accepted.close()
-    wait_until(lambda: not _has_peer(connected))
-    monkeypatch.setattr(sockets, "_dial_tcp", lambda *_: connected)
-    with pytest.raises(ChannelClosed, match=r"no worker listens at h:1 \(.*not conn"):
-        dial(Address("h", 1), soon(), Attempt())
-    assert connected.fileno() == -1
+    connect, linger = socket.socket.connect, struct.pack("ii", 1, 0)
+
+    def be_reset(tcp, there):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            connect(tcp, listener.getsockname())
+            accepted, _ = listener.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        accepted.close()
+        wait_until(lambda: not _has_peer(tcp))
+
+    monkeypatch.setattr(socket.socket, "connect", be_reset)
+    with pytest.raises(ChannelClosed, match=r"listens at 127.0.0.1:1 \(.*not conn"):
+        dial(Address("127.0.0.1", 1), soon(), Attempt())
 
 
 def _has_peer(connected):
