@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError, RemoteError
@@ -32,16 +33,22 @@ _LARGEST = 10 * _LONGEST
 _SCALARS = frozenset({type(None), bool, int, float, np.bool_, np.int32, np.int64})
 _SCALARS |= {np.float32, np.float64}
 
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "type": (str,),
-    "text": (str,),
-    "args": (tuple, type(None)),
-    "state": (dict,),
-    "notes": (list,),
-    "traceback": (str,),
-    "worker": (str,),
-    "exceptions": (list, type(None)),
-}
+
+class _Description(msgspec.Struct, forbid_unknown_fields=True):
+    """What `describe` makes, as it is checked on arrival."""
+
+    type: str
+    text: str
+    args: tuple[Any, ...] | None
+    state: dict[str, Any]
+    notes: list[str]
+    traceback: str
+    worker: str
+    exceptions: list["_Description"] | None
+
+    def __post_init__(self) -> None:
+        if any(map(_is_special, self.state)):
+            raise ValueError("its attributes must have ordinary names")
 
 
 def describe(error: BaseException, worker: str) -> dict[str, Any]:
@@ -125,36 +132,40 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     Raises:
       ProtocolError: `description` is not what `describe` makes.
     """
-    _check(description)
-    described = description["exceptions"]
-    if described is None:
-        return _marked(_one(description, functions), description)
+    try:
+        described = msgspec.convert(description, _Description)
+    except Exception as error:  # also what an array raises that is taken for a mapping
+        text = f"A remote exception's description is malformed: {error}."
+        raise ProtocolError(text) from error
+    exceptions = described.exceptions
+    if exceptions is None:
+        return _one(described, functions)
     # One more than are described, which tells of those left behind.
-    if not 0 < len(described) <= _MOST + 1:
+    if not 0 < len(exceptions) <= _MOST + 1:
         raise ProtocolError("A remote group has no exceptions, or too many.")
-    for one in described:
-        _check(one)
-        if one["exceptions"] is not None:
-            raise ProtocolError("A remote group has a group in it.")
-    inner = [_marked(_one(one, functions), one) for one in described]
-    return _marked(ExceptionGroup(description["text"], inner), description)
+    if any(one.exceptions is not None for one in exceptions):
+        raise ProtocolError("A remote group has a group in it.")
+    inner = [_one(one, functions) for one in exceptions]
+    return _marked(ExceptionGroup(described.text, inner), described)
 
 
-def _one(description: dict[str, Any], functions: FunctionTable) -> Exception:
+def _one(description: _Description, functions: FunctionTable) -> Exception:
     error = _own_type(description, functions)
-    return RemoteError(_told(description)) if error is None else error
+    if error is None:
+        error = RemoteError(_told(description))
+    return _marked(error, description)
 
 
-def _marked(error: Exception, description: dict[str, Any]) -> Exception:
+def _marked(error: Exception, description: _Description) -> Exception:
     """The exception, with what is known of where it was raised."""
-    worker, trace = description["worker"], description["traceback"]
-    notes = list(description["notes"])
+    worker, trace = description.worker, description.traceback
+    notes = list(description.notes)
     if worker:
         origin = {"remote_worker": worker, "remote_traceback": trace}
-        earlier = description["state"].keys() & origin.keys()
+        earlier = description.state.keys() & origin.keys()
         verb = "Passed on by" if earlier else "Raised on"
         notes.append(f"{verb} worker {worker!r}:\n{trace}")
-        origin |= {name: description["state"][name] for name in earlier}
+        origin |= {name: description.state[name] for name in earlier}
         vars(error).update(origin)
     if notes:
         vars(error)["__notes__"] = notes
@@ -189,12 +200,10 @@ def _notes(error: BaseException) -> list[str]:
     return [_cut(note) for note in notes if isinstance(note, str)]
 
 
-def _own_type(
-    description: dict[str, Any], functions: FunctionTable
-) -> Exception | None:
-    args = description["args"]
+def _own_type(description: _Description, functions: FunctionTable) -> Exception | None:
+    args = description.args
     try:
-        kind = functions.resolve(description["type"])
+        kind = functions.resolve(description.type)
     except ForbiddenFunction:
         return None
     if args is None or not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -209,32 +218,19 @@ def _own_type(
         if type(error) is not kind:
             return None
         # Straight into the dictionary: a frozen dataclass, too, may be an exception.
-        vars(error).update(description["state"])
+        vars(error).update(description.state)
     except Exception:  # noqa: BLE001 - a constructor may fail in any way: told in words
         return None
     # A constructor may take other arguments than `args` keeps: its text tells.
-    return error if _text(error) == description["text"] else None
+    return error if _text(error) == description.text else None
 
 
-def _told(description: dict[str, Any]) -> str:
+def _told(description: _Description) -> str:
     # torch's words, up to the name of the type.
     return (
         "Failed to create original exception type. Original exception on remote side "
-        f"was {description['type']}: {description['text']}\n{description['traceback']}"
+        f"was {description.type}: {description.text}\n{description.traceback}"
     )
-
-
-def _check(description: Any) -> None:
-    if not isinstance(description, dict) or description.keys() != _FIELDS.keys():
-        raise ProtocolError("A remote exception's description has other fields.")
-    for name, kinds in _FIELDS.items():
-        if type(description[name]) not in kinds:
-            raise ProtocolError(f"A remote exception's {name} is of another type.")
-    if not all(type(note) is str for note in description["notes"]):
-        raise ProtocolError("A remote exception's notes must be texts.")
-    names = description["state"]
-    if any(type(name) is not str or _is_special(name) for name in names):
-        raise ProtocolError("A remote exception's attributes must have ordinary names.")
 
 
 def _is_special(name: str) -> bool:

@@ -367,7 +367,7 @@ MALFORMED = {
     "no pytree": ([codes.PYTREE, f"{HERE}:Point", None, 1], "'tree_unflatten'"),
     "short pytree": ([codes.PYTREE, f"{HERE}:Line"], "cannot be made: .* 'static'"),
     "broken pytree": ([codes.PYTREE, f"{HERE}:Line", "broken"], "cannot be made"),
-    "exception of text": ([codes.EXCEPTION, "oh"], "other fields"),
+    "exception of text": ([codes.EXCEPTION, "oh"], "is malformed"),
     "registered": ([codes.REGISTERED, "rref", 1], "No type is registered"),
 }  # fmt: skip
 
