@@ -112,13 +112,11 @@ class Limits(NamedTuple):
       header_bytes: Largest size in bytes of a frame's header: structure, scalars, short
         texts.
       body_bytes: Largest total size in bytes of a frame's arrays.
-      depth: Largest nesting of a value.
       leaves: Largest number of arrays of a frame.
     """
 
     header_bytes: int = 1 << 24
     body_bytes: int = 1 << 36
-    depth: int = 100
     leaves: int = 1 << 16
 
 

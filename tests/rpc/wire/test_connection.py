@@ -248,7 +248,7 @@ def test_a_request_comes_once(raw):
 
 def test_limits_of_what_is_sent():
     """Refused before a byte is sent; the channel is as good as before."""
-    terms = Terms(Limits(1000, 10_000, 100, 3))
+    terms = Terms(Limits(1000, 10_000, 3))
     with raw_pair(terms, memory=True) as (ours, theirs):
         for frame, message in (
             (call(1, tree="x" * 1000), "must have a header of at most 1000"),
@@ -279,7 +279,7 @@ def test_limits_of_what_is_sent():
 )
 def test_limits_of_what_is_received(frame, message):
     """Refused before anything is allocated; the channel closes."""
-    with raw_pair(Terms(Limits(1000, 10_000, 100, 3))) as (ours, theirs):
+    with raw_pair(Terms(Limits(1000, 10_000, 3))) as (ours, theirs):
         theirs.sendall(_bytes(frame))
         with pytest.raises(ProtocolError, match=message):
             ours.receive(soon())

@@ -31,7 +31,7 @@ from tests.rpc.sockets import (
     wait_until,
 )
 
-LIMITS = Limits(header_bytes=1 << 16, body_bytes=1 << 20, depth=50, leaves=64)
+LIMITS = Limits(header_bytes=1 << 16, body_bytes=1 << 20, leaves=64)
 TIMES = 5000
 
 

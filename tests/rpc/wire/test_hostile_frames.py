@@ -27,7 +27,7 @@ from tests.rpc import nameable
 from tests.rpc.carriers import pack_apart
 
 HERE = "tests.rpc.nameable"
-LIMITS = framing.Limits(header_bytes=1 << 16, body_bytes=1 << 20, depth=50, leaves=64)
+LIMITS = framing.Limits(header_bytes=1 << 16, body_bytes=1 << 20, leaves=64)
 
 fuzz = functools.partial(
     settings,
@@ -50,7 +50,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(framing, "aligned", counted)
     monkeypatch.setattr(nameable, "imported_function", nameable.CALLS.append)
     nameable.CALLS.clear()
-    codec = Codec(FunctionTable(allow=["tests"]), depth=LIMITS.depth)
+    codec = Codec(FunctionTable(allow=["tests"]), depth=50)
 
     def receive(data):
         """As a transport does: by the prefix, never more than is there."""
