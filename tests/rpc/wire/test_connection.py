@@ -273,7 +273,7 @@ def test_limits_of_what_is_sent():
     ("frame", "message"),
     [
         (call(1, tree="x" * 1000), r"header of 1\d+ is beyond .* limit of 1000"),
-        (call(1, np.zeros(1251)), r"body of 10008 is beyond .* limit of 10000"),
+        (call(1, np.zeros(1251)), r"array of 10008 is beyond .* limit of 10000"),
         (call(1, *[np.arange(2)] * 4), r"arrays of 4 is beyond .* limit of 3"),
     ],
 )
