@@ -798,7 +798,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
 _DECODERS: dict[int, Decoder] = {
     codes.REGISTERED: _registered,
     codes.BIG_INT: lambda d, n: int.from_bytes(
-        *d.parts(n, bytes), "little", signed=True
+        d.parts(n, bytes)[0], "little", signed=True
     ),
     codes.BYTES: _leaf_bytes,
     codes.TEXT: _leaf_text,
@@ -826,6 +826,6 @@ _DECODERS: dict[int, Decoder] = {
     codes.NAMEDTUPLE: _of_class(_decoded_namedtuple),
     codes.ENUM: _of_class(_member),
     codes.PYTREE: _of_class(_decoded_pytree),
-    codes.EXCEPTION: lambda d, n: rebuild(*d.parts(n, object), d.codec.functions),
+    codes.EXCEPTION: lambda d, n: rebuild(d.parts(n, object)[0], d.codec.functions),
     codes.PICKLE: _forbidden_pickle,
 }
