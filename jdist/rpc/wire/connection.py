@@ -258,10 +258,15 @@ class Connection:
             what = f"nothing came for {self._terms.stall:g} s in the middle of a frame"
             raise ChannelClosed(what) from error
 
-    def _take(self, size: int, deadline: float | None) -> bytearray:
-        data = bytearray(size)
-        self._fill(memoryview(data), deadline)
-        return data
+    def _take(self, size: int, deadline: float | None) -> memoryview:
+        """The next bytes, valid until more is received."""
+        start = self._start
+        if size > self._end - start:
+            data = memoryview(bytearray(size))
+            self._fill(data, deadline)
+            return data
+        self._start = end = start + size
+        return self._buffer[start:end]
 
     def _fill(self, view: memoryview, deadline: float | None) -> None:
         """Receives all of a view: first what the buffer has."""

@@ -190,11 +190,8 @@ def pack(
         described.append((flags, name, array.shape))
     fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, described)
     header = _encoder.encode(fields)
-    for what, size, limit, other in (
-        ("a header of", len(header), limits.header_bytes, ""),
-        ("arrays of together", total, limits.body_bytes, _OR_RAISE),
-        ("a number of arrays of", len(described), limits.leaves, ""),
-    ):
+    sizes = (len(header), total, len(described))
+    for size, limit, (what, other) in zip(sizes, limits, _LIMITED, strict=True):
         if size > limit:
             rule = f"must have {what} at most {limit}"
             raise value_error("rpc(value)", rule, size, f"Send it in parts{other}.")
@@ -203,7 +200,15 @@ def pack(
     return [prefix + header, *small, *large]
 
 
-_OR_RAISE = ", or raise RpcOptions(max_array_bytes=...) on every worker"
+_LIMITED = (
+    ("a header of", ""),
+    (
+        "arrays of together",
+        ", or raise RpcOptions(max_array_bytes=...) on every worker",
+    ),
+    ("a number of arrays of", ""),
+)
+"""What `Limits` limit, in words, and what else helps."""
 
 
 def host(leaf: Any) -> np.ndarray:
