@@ -48,7 +48,8 @@ class SilentConnections:
         self._connections = connections
         self._pool = pool
         self._lock = threading.Lock()
-        self._selector: selectors.BaseSelector | None = None  # while one is silent
+        self._selector: selectors.BaseSelector | None = None
+        self._watched = False
 
     @property
     def few_read(self) -> bool:
@@ -81,24 +82,33 @@ class SilentConnections:
         with self._lock:
             try:
                 if self._selector is None:
-                    selector = selectors.DefaultSelector()
-                    leave_to_parent(selector)
-                    if not self._pool.start(functools.partial(self._watch, selector)):
-                        selector.close()
-                        return False
-                    self._selector = selector
-                self._selector.register(descriptor, selectors.EVENT_READ, (read, ended))
+                    self._selector = selectors.DefaultSelector()
+                    leave_to_parent(self._selector)
+                selector = self._selector
+                selector.register(descriptor, selectors.EVENT_READ, (read, ended))
             except (OSError, MemoryError):
                 return False  # no more files
-            return True
+            if not self._watched:
+                watch = functools.partial(self._watch, selector)
+                self._watched = self._pool.start(watch)
+            if not self._watched:
+                selector.unregister(descriptor)
+            return self._watched
+
+    def close(self) -> None:
+        """Closes the selector, after the connections and the pool were closed."""
+        with self._lock:
+            # A thread that still runs a function of the user gives it back itself.
+            if self._selector is not None and not self._watched:
+                self._selector.close()
+            self._selector = None
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Waits for the silent connections until there is none."""
         while True:
             with self._lock:
                 if not selector.get_map():
-                    self._selector = None
-                    selector.close()
+                    self._watched = False
                     return
             for key, _ in selector.select():
                 with self._lock:

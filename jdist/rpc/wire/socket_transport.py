@@ -292,6 +292,7 @@ class SocketTransport:
         for connection in connections:
             connection.close(_ENDED)
         self._threads.close(until - time.monotonic())
+        self._silent.close()
         self._woken.close()
         os.close(self._spare)
         if self._pool is not None:

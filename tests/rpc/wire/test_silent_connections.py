@@ -182,6 +182,8 @@ def test_a_frame_may_begin_with_its_first_byte_alone(served, impatient, pool):
         channel.close("the end")
         reading.join(PATIENCE)
         wait_until(lambda: served.ends == ["the end"])
+        wait_until(lambda: not silent._watched)
+        silent.close()
 
 
 def test_half_a_frame_in_silence_is_cut_off(served, impatient):
