@@ -141,8 +141,9 @@ class Encoding:
           TypeError: One arrives as something that cannot be found by it.
         """
         kinds = self.codec.not_keys
-        kind = next((type(key) for key in keys if type(key) in kinds), None)
-        if kind is not None:
+        for kind in map(type, keys):
+            if kind not in kinds:
+                continue
             name = kind.__name__
             rule = f"must have no {name} as a key or in a set: it arrives as its arrays"
             remedy = (

@@ -280,7 +280,10 @@ class Stream:
         begun = False
         while pieces:
             try:
-                sent = self._socket.sendmsg(pieces[:_MOST_PIECES], rights, _NOW)
+                if rights or len(pieces) > 1:
+                    sent = self._socket.sendmsg(pieces[:_MOST_PIECES], rights, _NOW)
+                else:
+                    sent = self._socket.send(pieces[0], _NOW)
             except BlockingIOError:
                 self._wait_for_room(deadline, begun)
                 continue
