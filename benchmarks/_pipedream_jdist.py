@@ -14,7 +14,7 @@ from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, 
 from jdist import optim, pipeline, rpc
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
-from jdist.pipeline.weight_stashing.stashed_stage import StashedStage, VersionRule
+from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
 
 ROWS = (64, 128, 256, 512)
 LENGTHS = (4, 16)
@@ -127,15 +127,10 @@ class Alone:
 
     def __call__(self, length: int) -> Any:
         """Runs `length` micro-batches."""
-        rule = VersionRule(
-            pipeline.with_weight_stashing(SGD, 1),
-            version=lambda micro: micro,
-            length=length,
-            turn=0,
-            replicas=1,
-        )
+        stashing = pipeline.with_weight_stashing(SGD, 1)
         plain = StageRun(self._stage, self._compiled, self._params, None, None, "mean")
-        run = StashedStage(plain, rule, SGD.init(self._params))
+        used = {micro: micro for micro in range(length)}
+        run = StashedStage(plain, stashing, used, SGD.init(self._params))
         for i in range(length):
             self._pass(run, i)
         return run.run.params

@@ -40,7 +40,6 @@ from jdist.pipeline.weight_stashing.epoch import EpochLosses, EpochStep, PassRec
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
-    VersionRule,
     update_in_backward,
     updated,
 )
@@ -243,20 +242,18 @@ class EpochExecutor(ScheduleExecutor):
         kept = live_versions(schedule.columns, self._policy)
         for (worker, j), run in runs.items():
             workers = places.schedule.placement[j]
-            rule_of_stage = VersionRule(
-                with_weight_stashing(self._optimizers[j], int(kept[j, worker])),
-                versions[j].__getitem__,
-                schedule.micro_batches,
-                workers.index(worker),
-                len(workers),
-                self._update_in_backward(j),
-            )
+            own = range(workers.index(worker), schedule.micro_batches, len(workers))
             # A copy for each worker, because its first update donates the state, which
             # belongs to the caller and to the stage's other workers.
             where, argument = places.devices[worker], f"{CALL}(state)"
             there = resident(opt_states[j], where, argument, j)
-            own = jax.tree.map(jnp.copy, there)
-            stashed[worker, j] = StashedStage(run, rule_of_stage, own)
+            stashed[worker, j] = StashedStage(
+                run,
+                with_weight_stashing(self._optimizers[j], int(kept[j, worker])),
+                {micro: versions[j][micro] for micro in own},
+                jax.tree.map(jnp.copy, there),
+                self._update_in_backward(j),
+            )
         return stashed
 
 

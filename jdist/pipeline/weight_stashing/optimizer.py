@@ -144,8 +144,8 @@ class WeightStashing:
           state: The return value of `init` or of the last step.
           needed: Numbers of the versions that are still needed.
         """
-        wanted = {*needed, state.version}
-        kept = {v: params for v, params in state.kept.items() if v in wanted}
+        newest = state.version
+        kept = {v: state.kept[v] for v in state.kept if v in needed or v == newest}
         return state._replace(kept=kept)
 
     def drain(self, state: StashState) -> StashState:

@@ -1,8 +1,9 @@
 """The weight versions and updates of one stage during an epoch."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, final
+from typing import final
 
 import jax
 
@@ -19,27 +20,6 @@ from jdist.pipeline.weight_stashing.optimizer import StashState, WeightStashing
 from jdist.reduction import Partial
 
 
-class VersionRule(NamedTuple):
-    """The versions that a worker of a stage uses, and how it makes new ones.
-
-    Attributes:
-      stashing: The optimizer, and the number of versions that it keeps.
-      version: Maps a micro-batch to the version that it uses here.
-      length: Number of micro-batches in the epoch.
-      turn: Number of the first micro-batch of this worker.
-      replicas: Number of workers of the stage, which take micro-batches in turn.
-      in_backward: Makes the update within the backward pass, where it needs the
-        gradient of that pass alone; see `update_in_backward`. None: it comes later.
-    """
-
-    stashing: WeightStashing
-    version: Callable[[int], int]
-    length: int
-    turn: int
-    replicas: int
-    in_backward: Callable[..., PyTree] | None = None
-
-
 @final
 class StashedStage:
     """A stage on one worker, with the versions of its weights and its optimizer.
@@ -48,26 +28,36 @@ class StashedStage:
 
     Args:
       run: The passes of the stage, with version 0 of its parameters.
-      rule: The versions that its micro-batches use.
+      stashing: The optimizer, and the number of versions that it keeps.
+      used: The version that each micro-batch of this worker uses.
       opt_state: State of its optimizer; donated by the first update.
+      in_backward: Makes the update within the backward pass, where it needs the
+        gradient of that pass alone; see `update_in_backward`. None: it comes later.
 
     Attributes:
       run: The argument of the same name.
+      used: The argument of the same name.
       stash: All versions that are kept, and the optimizer's state.
       grown: Number of micro-batches in the accumulated gradient.
-      used: The version that each micro-batch uses whose backward pass is to come here,
-        as far as versions are made.
     """
 
-    def __init__(self, run: StageRun, rule: VersionRule, opt_state: PyTree) -> None:
+    def __init__(
+        self,
+        run: StageRun,
+        stashing: WeightStashing,
+        used: Mapping[int, int],
+        opt_state: PyTree,
+        in_backward: Callable[..., PyTree] | None = None,
+    ) -> None:
         self.run = run
+        self.used = used
         # A reference and no copy, because JAX arrays are immutable.
         self.stash = StashState(0, {0: run.params}, opt_state)
         self.grown = 0
-        self.used: dict[int, int] = {}
-        self._rule = rule
-        self._next = rule.turn  # The first micro-batch whose version is not in `used`.
-        self._look_ahead()
+        self._stashing = stashing
+        self._in_backward = in_backward
+        # By version, the number of micro-batches whose backward pass is to come.
+        self._needed = Counter(used.values())
         # In the constructor too, so that a rehearsal of the passes traces the backward
         # pass with its update.
         self._prepare()
@@ -86,22 +76,25 @@ class StashedStage:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Makes the next backward pass include the update, if the rule has one."""
-        update, stash = self._rule.in_backward, self.stash
-        if update is not None:
+        """Makes the next backward pass include the update, if it is to."""
+        if self._in_backward is not None:
             # The gradient is that of an older version; it updates the newest one.
-            newest = self._rule.stashing.load_new_params(stash)
-            self.run.update = UpdateInBackward(update, stash.opt_state, newest)
+            newest = self._stashing.load_new_params(self.stash)
+            opt_state = self.stash.opt_state
+            self.run.update = UpdateInBackward(self._in_backward, opt_state, newest)
 
     def end_backward(self, micro: int) -> None:
         """Drops the versions that no micro-batch needs any more."""
         self.grown += 1
         # Its reference would keep the version that was updated in memory.
         self.run.update = None
-        del self.used[micro]
+        version = self.used[micro]
+        self._needed[version] -= 1
+        if not self._needed[version]:
+            del self._needed[version]
         # An update within the pass drops them where it appends its version.
-        if self._rule.in_backward is None:
-            self.stash = self._rule.stashing.release(self.stash, self._needed())
+        if self._in_backward is None:
+            self.stash = self._stashing.release(self.stash, self._needed)
             self._load(self.stash.version)
 
     def update(self, others: Mapping[int, Partial], rank: int) -> None:
@@ -111,49 +104,23 @@ class StashedStage:
           others: The partials of other workers, by rank.
           rank: Rank of this worker.
         """
-        if self._rule.in_backward is not None:
-            self.grown = 0
+        if self._in_backward is not None:
             (params, opt_state), self.run.updated = self.run.updated, None
-            self._append(params, opt_state)
-            return
-        joined = self._joined(others, rank)
-        stashing = self._rule.stashing
-        before = stashing.load_new_params(self.stash)
-        params, opt_state = updated(
-            stashing.optimizer, before, joined, self.stash.opt_state, self.run.kind
-        )
-        self._append(params, opt_state)
-
-    def _joined(self, others: Mapping[int, Partial], rank: int) -> Partial:
-        # The last update of an epoch may have no micro-batch of this worker.
-        found = {**others, rank: self.run.partial()} if self.grown else others
-        joined = self.run.joined(found)
-        self.run.clear()
+        else:
+            # The last update of an epoch may have no micro-batch of this worker.
+            found = {**others, rank: self.run.partial()} if self.grown else others
+            joined = self.run.joined(found)
+            self.run.clear()
+            optimizer, kind = self._stashing.optimizer, self.run.kind
+            before = self._stashing.load_new_params(self.stash)
+            opt_state = self.stash.opt_state
+            params, opt_state = updated(optimizer, before, joined, opt_state, kind)
         self.grown = 0
-        return joined
-
-    def _append(self, params: PyTree, opt_state: PyTree) -> None:
-        stashing, needed = self._rule.stashing, self._needed()
-        self.stash = stashing.append(self.stash, params, opt_state, needed)
+        self.stash = self._stashing.append(self.stash, params, opt_state, self._needed)
         self._load(self.stash.version)
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """Notes which micro-batches use the newest version."""
-        while self._next < self._rule.length:
-            version = self._rule.version(self._next)
-            # Versions do not decrease with the micro-batch.
-            if version > self.stash.version:
-                return
-            self.used[self._next] = version
-            self._next += self._rule.replicas
-
-    def _needed(self) -> set[int]:
-        """Existing versions that a micro-batch of this worker will still use."""
-        return set(self.used.values())
 
     def _load(self, version: int) -> None:
-        self.run.params = self._rule.stashing.load_old_params(self.stash, version)
+        self.run.params = self._stashing.load_old_params(self.stash, version)
 
 
 # Cached, so that equal arguments give one function: it is part of the key by which a
