@@ -103,7 +103,7 @@ class EpochStep(Step):
         # All processes read to the end, since their checksums are compared.
         self._stream.read(self._stream.length - 1)
         for (worker, stage), stashed in self._stashed.items():
-            while stashed.stash.version < self._count(stage):
+            while self._contributions(stage, stashed.stash.version):
                 self._update(worker, stage)
 
     def _actions(self, worker: int) -> list[Action]:
@@ -204,15 +204,10 @@ class EpochStep(Step):
         """Whether a worker has its whole contribution to an update that is not made."""
         stashed = self._stashed[worker, stage]
         grown, number = stashed.grown, stashed.stash.version
-        # The last update of the epoch may have fewer micro-batches.
-        return grown == self._every or (
-            0 < grown == self._contributions(stage, number)[worker]
-        )
+        return 0 < grown == self._contributions(stage, number)[worker]
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
         """Tags of other workers' contributions to the next update."""
-        if len(self._places.schedule.placement[stage]) == 1:
-            return []
         number = self._stashed[worker, stage].stash.version
         return [
             MessageTag("G", number, "", stage, other)
@@ -227,15 +222,10 @@ class EpochStep(Step):
         self._stashed[worker, stage].update(others, worker)
 
     def _contributions(self, stage: int, number: int) -> Counter[int]:
-        """Number of micro-batches that each worker contributes to a stage's update."""
+        """See `contributions`; empty for an update after the last one."""
         workers = self._places.schedule.placement[stage]
         size = self._every * len(workers)
         return contributions(workers, size, number, self._stream.length)
-
-    def _count(self, stage: int) -> int:
-        """Number of updates of a stage in the whole epoch."""
-        workers = self._places.schedule.placement[stage]
-        return -(-self._stream.length // (self._every * len(workers)))
 
 
 def contributions(
