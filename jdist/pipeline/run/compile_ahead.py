@@ -186,7 +186,7 @@ class _ShapeChannels:
             self._received.append((tag, worker, value))
         return value
 
-    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+    def wait(self, waiting: Mapping[MessageTag, object]) -> None:
         """See `ValueChannels`."""
         self._channels.wait({_tag_of_shapes(t): why for t, why in waiting.items()})
 

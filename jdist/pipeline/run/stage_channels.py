@@ -135,11 +135,11 @@ class ValueChannels(Protocol):
     def take(self, tag: MessageTag, worker: int) -> PyTree:
         """Removes and returns a value that has arrived."""
 
-    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+    def wait(self, waiting: Mapping[MessageTag, object]) -> None:
         """Blocks until one of the missing values has arrived.
 
         Args:
-          waiting: The missing values, and the action that waits for each.
+          waiting: The missing values, and the action that waits for each, or a text.
 
         Raises:
           Exception: None of them will arrive, or not in time.
@@ -250,7 +250,7 @@ class InProcessChannels:
         """See `StageChannels`."""
         return self._arrived.pop((tag, worker))
 
-    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+    def wait(self, waiting: Mapping[MessageTag, object]) -> None:
         """Refuses a schedule that deadlocks.
 
         Raises:
@@ -258,7 +258,8 @@ class InProcessChannels:
         """
         # No other process sends values: if no action can start now, none ever can.
         rule = "must let every action have its inputs"
-        got = f"workers that wait for each other at {', '.join(waiting.values())}"
+        actions = ", ".join(map(str, waiting.values()))
+        got = f"workers that wait for each other at {actions}"
         raise value_error("Pipeline(schedule)", rule, got)
 
     def begin(self) -> None:

@@ -210,25 +210,25 @@ class Step(ABC):
             action_timer.clear()
         lists = {worker: deque(self._actions(worker)) for worker in self._places.own}
         while True:
-            moved_on, left = False, False
+            moved_on = False
+            waiting: dict[MessageTag, Action] = {}
             for worker, actions in lists.items():
                 # A worker's order is the schedule's: what bounds its memory, and on a
                 # mesh over processes what pairs its collectives. So no later action
                 # overtakes one whose inputs are missing.
                 while actions:
-                    if self._missing(worker, actions[0]):
-                        left = True
+                    missing = self._missing(worker, actions[0])
+                    if missing:
+                        waiting |= dict.fromkeys(missing, actions[0])
                         break
                     self._start(worker, actions.popleft(), action_timer)
                     moved_on = True
-            if not left:
+            if not waiting:
                 return
             # Waiting while another worker of this process could start an action would
             # leave its device idle.
             if not moved_on:
-                waiting = self._waiting(lists)
-                if waiting:  # Empty if a value has arrived since the check above.
-                    self._channels.wait(waiting)
+                self._channels.wait(waiting)
 
     def _start(self, worker: int, action: Action, timer: ActionTimer | None) -> None:
         """Runs an action; an error gets a note that names it."""
@@ -250,18 +250,6 @@ class Step(ABC):
     @abstractmethod
     def _actions(self, worker: int) -> Iterable[Action]:
         """The actions of a worker of this process, in order."""
-
-    def _waiting(self, lists: Mapping[int, deque[Action]]) -> dict[MessageTag, str]:
-        """The values that block all next actions; empty if one of them can start."""
-        waiting: dict[MessageTag, str] = {}
-        for worker, actions in lists.items():
-            if not actions:
-                continue
-            missing = self._missing(worker, actions[0])
-            if not missing:
-                return {}
-            waiting |= dict.fromkeys(missing, str(actions[0]))
-        return waiting
 
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
         has = self._channels.has

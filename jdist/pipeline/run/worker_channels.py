@@ -493,7 +493,7 @@ class WorkerChannels:
             return [self._names[tag.sender]]
         return [self._names[number] for number in self._members.of(tag.sender)]
 
-    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+    def wait(self, waiting: Mapping[MessageTag, object]) -> None:
         """See `StageChannels`.
 
         Raises:
@@ -516,7 +516,7 @@ class WorkerChannels:
                 elif until is not None and time.monotonic() >= until:
                     until = self._prolonged(waiting)
 
-    def _prolonged(self, waiting: Mapping[MessageTag, str]) -> float:
+    def _prolonged(self, waiting: Mapping[MessageTag, object]) -> float:
         """The next deadline, after the timeout has passed.
 
         Raises:
@@ -556,7 +556,7 @@ class WorkerChannels:
         return told
 
     def _arrives(
-        self, waiting: Mapping[MessageTag, str], until: float | None, announce: float
+        self, waiting: Mapping[MessageTag, object], until: float | None, announce: float
     ) -> bool:
         """Waits for a value until a deadline; whether one of them has arrived."""
         moments = [until] if self._announced else [until, announce]
@@ -600,7 +600,7 @@ class WorkerChannels:
 
     def _late(
         self,
-        waiting: Mapping[MessageTag, str],
+        waiting: Mapping[MessageTag, object],
         told: Mapping[str, float | None] | None = None,
     ) -> str:
         missing = [

@@ -18,7 +18,7 @@ def test_a_value_that_comes_between_two_looks(monkeypatch):
     pipe = pipeline.Pipeline(stages(), losses, schedule)
     params, batch, weights = problem(7)
     expected = pipe.value_and_grad(params, batch, weights)
-    seen, look = set(), InProcessChannels.has
+    seen, look, wait = set(), InProcessChannels.has, InProcessChannels.wait
 
     def late(channels, tag, worker):
         """The first look does not find it."""
@@ -28,7 +28,13 @@ def test_a_value_that_comes_between_two_looks(monkeypatch):
             return False
         return there
 
+    def come(channels, waiting):
+        """A wait ends at once for what is there."""
+        if not waiting.keys() & {tag for tag, _ in channels._arrived}:
+            wait(channels, waiting)
+
     monkeypatch.setattr(InProcessChannels, "has", late)
+    monkeypatch.setattr(InProcessChannels, "wait", come)
     found = pipe.value_and_grad(params, batch, weights)
     assert len(seen) >= 2 * 2 * 4  # both boundaries, both ways, four micro-batches
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
