@@ -284,21 +284,18 @@ class Step(ABC):
 
     def _forward(self, worker: int, run: StageRun, action: Action) -> PyTree:
         _, stage, micro = action
-        route, take = self._routes.of(action), self._channels.take
-        inputs = {tag.name: take(tag, worker) for tag in route.taken}
-        for name in route.entries:
-            inputs[name] = self._entry(worker, micro, name, stage)
         forward = run.outputs if self._forward_only else run.forward
-        outputs = forward(micro, inputs)
-        for tag, receiver in route.sent:
+        outputs = forward(micro, self._inputs(worker, stage, micro))
+        for tag, receiver in self._routes.of(action).sent:
             self._channels.put(tag, receiver, outputs[tag.name])
         last = stage == self._places.loss - 1
         return outputs, self._lose(worker, micro) if last else None
 
     def _lose(self, worker: int, micro: int) -> Partial:
         """Computes the losses of a micro-batch and sends their cotangents."""
-        part, route = self._parts[micro], self._route_of_loss(micro)
-        values, entries = self._taken_by_loss(worker, micro)
+        part, last = self._parts[micro], self._places.loss
+        values = self._inputs(worker, last, micro)
+        entries = {name: self._entry(worker, micro, name, last) for name in self._read}
         passes = self._loss.passes(part.batch, self._read)
         if self._forward_only:
             found, aux = passes.losses(values, entries, part.weights)
@@ -313,25 +310,17 @@ class Step(ABC):
         # the extreme of the batch is known only when all partials are joined.
         if self._loss.kind in ("max", "min"):
             share = MicroBatchShare(found.value, found.weight)
-        for tag, receiver in route.sent:
+        for tag, receiver in self._routes.of(Action("F", last, micro)).sent:
             self._channels.put(tag, receiver, (d_values[tag.name], share))
         return found
 
-    def _taken_by_loss(
-        self, worker: int, micro: int
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        """The values that the loss takes, and the batch's entries that it reads."""
-        last, route = self._places.loss, self._route_of_loss(micro)
-        values = {
-            name: self._entry(worker, micro, name, last) for name in route.entries
-        }
-        for tag in route.taken:
-            values[tag.name] = self._channels.take(tag, worker)
-        entries = {name: self._entry(worker, micro, name, last) for name in self._read}
-        return values, entries
-
-    def _route_of_loss(self, micro: int) -> Route:
-        return self._routes.of(Action("F", self._places.loss, micro))
+    def _inputs(self, worker: int, stage: int, micro: int) -> dict[str, PyTree]:
+        """The values that a stage, or the loss, takes, by name."""
+        route = self._routes.of(Action("F", stage, micro))
+        inputs = {tag.name: self._channels.take(tag, worker) for tag in route.taken}
+        for name in route.entries:
+            inputs[name] = self._entry(worker, micro, name, stage)
+        return inputs
 
     # --- backward ---
 
@@ -398,13 +387,11 @@ class BatchStep(Step):
         before, kind = self._losses.get(worker), self._loss.kind
         self._losses[worker] = found if before is None else join(before, found, kind)
 
-    def _taken_by_loss(
-        self, worker: int, micro: int
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        values, entries = super()._taken_by_loss(worker, micro)
-        if self._kept is not None:
-            self._kept[micro] = values
-        return values, entries
+    def _inputs(self, worker: int, stage: int, micro: int) -> dict[str, PyTree]:
+        inputs = super()._inputs(worker, stage, micro)
+        if self._kept is not None and stage == self._places.loss:
+            self._kept[micro] = inputs
+        return inputs
 
     def gradient(self, stage: int, unrounded: bool) -> PyTree:
         """The finished gradient of a stage of this process, over all its workers.
