@@ -88,8 +88,10 @@ def joined_states(
     places: Places,
     runs: Mapping[tuple[int, int], StageRun],
     totals: Sequence[float],
-) -> dict[int, PyTree]:
+) -> list[PyTree]:
     """Joins the states of this process's stages over all workers, after a step.
+
+    None for stages that have none, and for those of other processes.
 
     Args:
       channels: The channels to the other workers.
@@ -102,7 +104,7 @@ def joined_states(
         if run.state is not None:
             for other in places.replicas(worker, stage):
                 channels.put(_state_of(worker, stage), other, run.state)
-    found: dict[int, PyTree] = {}
+    found: list[PyTree] = [None] * places.loss
     for stage, worker in places.stages.items():
         states = {worker: runs[worker, stage].state}
         if states[worker] is not None:
@@ -115,11 +117,8 @@ def joined_states(
             weights[places.worker(stage, micro)] += float(total)
         # In the order of ranks, so that all workers get the same bits.
         ranks = sorted(states)
-        found[stage] = states[worker]
-        if len(ranks) > 1:
-            found[stage] = joined_state(
-                [states[rank] for rank in ranks], [weights[rank] for rank in ranks]
-            )
+        each = [states[rank] for rank in ranks], [weights[rank] for rank in ranks]
+        found[stage] = joined_state(*each) if len(ranks) > 1 else states[worker]
     return found
 
 

@@ -411,14 +411,12 @@ class BatchStep(Step):
     def states(self) -> list[PyTree]:
         """The final state of each stage of this process; None for other stages."""
         places = self._places
-        if max(map(len, places.schedule.placement)) == 1:
-            # Each stage has one worker, whose state has seen all micro-batches.
-            left = {j: self._runs[w, j].state for j, w in places.stages.items()}
-        else:
-            totals = [
-                self._parts[i].total for i in range(places.schedule.micro_batches)
-            ]
-            left = joined_states(self._channels, places, self._runs, totals)
+        if max(map(len, places.schedule.placement)) > 1:
+            micro_batches = range(places.schedule.micro_batches)
+            totals = [self._parts[i].total for i in micro_batches]
+            return joined_states(self._channels, places, self._runs, totals)
+        # Each stage has one worker, whose state has seen all micro-batches.
+        left = {j: self._runs[worker, j].state for j, worker in places.stages.items()}
         return [left.get(j) for j in range(places.loss)]
 
     def agree(

@@ -187,15 +187,14 @@ class EpochExecutor(ScheduleExecutor):
         left = [stage.arrays() for stage in stashed.values()]
         losses = epoch.agree_on_epoch(channels, left)
         programs.agreed(first)
-        params, opt_states, kept = ([None] * places.loss for _ in range(3))
+        params, opt_states = ([None] * places.loss for _ in range(2))
         for j, worker in places.stages.items():
             params[j] = stashed[worker, j].run.params
             opt_states[j] = stashed[worker, j].stash.opt_state
-            kept[j] = states[j]
         if skipped is not None:
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
-        after = PipelineState(step + 1, params, opt_states, kept, key)
+        after = PipelineState(step + 1, params, opt_states, states, key)
         return after, self._metrics(losses, skipped), epoch.passes
 
     def _metrics(self, found: EpochLosses, skipped: list[int | None] | None) -> Metrics:
