@@ -76,8 +76,7 @@ CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
 
 _VALUE, _FAILED = "pipeline.value", "pipeline.failed"
-_HERE, _GIVE_UP = "pipeline.here", "pipeline.give up"
-_RESTED = "pipeline.rested"
+_GIVE_UP, _RESTED = "pipeline.give up", "pipeline.rested"
 _IDENTITY = "identity"
 _CALL, _TAG = "call", "tag"
 """In the metadata of a value: address of the call, and its tag. They are packed as they
@@ -172,9 +171,8 @@ class PipelineMailbox:
         self._pipelines: Counter[str] = Counter()
         self._agent = agent
         self._functions = agent.codec.functions
-        # Inline: neither waits, and every action of a pipeline sends a value.
+        # Inline: it does not wait, and every action of a pipeline sends a value.
         agent.register(_VALUE, self._receive, inline=True)
-        agent.register(_HERE, self._hear, inline=True)
         agent.register(_FAILED, self._fail)
         agent.register(_GIVE_UP, self._give_up)
         agent.register(_RESTED, self._rested)
@@ -206,10 +204,6 @@ class PipelineMailbox:
             if self._note(caller, (pipeline, number), meta):
                 arrived = self.calls[pipeline, number].arrived
                 arrived[MessageTag(*meta[_TAG])] = body
-
-    def _hear(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> None:
-        with self.lock:
-            self._note(caller, tuple(body), meta)
 
     def _note(self, caller: WorkerInfo, address: Address, meta: Metadata) -> bool:
         """Records the identity of a message's sender; False if the call has ended."""
@@ -259,9 +253,11 @@ class PipelineMailbox:
     def _rested(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> float | None:
         """The time that this worker has waited in a call; None if it is not in it."""
         pipeline, asked = body
-        # It has left the call and will do no more for it: its failure is on its way.
-        if asked <= self.done.get(pipeline, -1):
-            return math.inf
+        with self.lock:
+            # It has left the call and will do no more for it: its failure is on its
+            # way.
+            if not self._note(caller, (pipeline, asked), meta):
+                return math.inf
         number, since = self.under_way.get(pipeline, (math.inf, None))
         if number > asked:
             return None
@@ -508,13 +504,13 @@ class WorkerChannels:
         until = began + self._timeout if self._timeout else None
         with self._mailbox.resting(self._address):
             while not self._arrives(waiting, until, began + _PATIENCE):
-                if not self._announced:
+                if until is not None and time.monotonic() >= until:
+                    until = self._prolonged(waiting)
+                else:
                     # Two workers in different calls may wait for each other without
                     # having sent a message that would show the mismatch.
-                    self._announced = True
-                    self._ask_others(_HERE, self._address)
-                elif until is not None and time.monotonic() >= until:
-                    until = self._prolonged(waiting)
+                    self._ask_others(_RESTED, self._address)
+                self._announced = True
 
     def _prolonged(self, waiting: Mapping[MessageTag, object]) -> float:
         """The next deadline, after the timeout has passed.

@@ -136,7 +136,6 @@ def test_an_answer_waits_for_a_peer_that_reads_slowly(agents, monkeypatch):
 def test_the_librarys_own(agents):
     """Each of these was read for waits; a new one has to be."""
     assert {*agents[0].callee._inline} <= {
-        "pipeline.here",
         "pipeline.value",
         "rref.abort",
         "rref.accept",
