@@ -26,8 +26,8 @@ mesh. They run its actions together, with XLA's collectives among them, in the
 schedule's order. A value for another worker is gathered on each of them, and each sends
 it to its share of the other worker's processes. A process that did not join a
 collective would leave the others in it, so that collectives begin only after all have
-agreed to. A later failure is final: the rest of a collective that was left half done
-would receive the values of the next one.
+agreed to, by a commit at the beginning of the call. A later failure is final: the rest
+of a collective that was left half done would receive the values of the next one.
 """
 
 import contextlib
@@ -58,6 +58,7 @@ from jdist.pipeline.run.stage_channels import (
     Places,
     StageChannels,
     ending,
+    receive,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.schedule import Schedule
@@ -102,6 +103,10 @@ _SYMPTOM = re.compile("Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection")
 
 _PACKAGE = "jdist.pipeline"
 _log = logging.getLogger(_PACKAGE)
+
+_BEGINNING, _END = 0, 1
+"""The commits of a call, in order; the first one only where processes compute together.
+"""
 
 Address = tuple[str, int]
 """A pipeline, by its workers and its number among theirs; and the number of a call."""
@@ -148,8 +153,8 @@ class PipelineMailbox:
       lock: Guards all other attributes.
       changed: Condition of that lock; notified when a message arrives.
       calls: The record of each call that has not ended here.
-      decisions: For the pipelines that this worker leads: the last call that succeeded,
-        and the votes of its workers.
+      decisions: For the pipelines that this worker leads: the last call and commit that
+        succeeded, and the votes of its workers.
       lost: Workers that are gone, and how that was noticed.
       done: The last call of each pipeline that has ended here.
       under_way: The current call of each pipeline, and since when the worker waits in
@@ -163,7 +168,7 @@ class PipelineMailbox:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.calls: defaultdict[Address, CallRecord] = defaultdict(CallRecord)
-        self.decisions: dict[str, tuple[int, list[PyTree]]] = {}
+        self.decisions: dict[str, tuple[tuple[int, int], list[PyTree]]] = {}
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
         self.under_way: dict[str, tuple[int, float | None]] = {}
@@ -237,14 +242,14 @@ class PipelineMailbox:
         self, caller: WorkerInfo, body: PyTree, meta: Metadata
     ) -> list[PyTree] | None:
         """Aborts a call that is not decided; returns the decision if it is."""
-        pipeline, number, described = body
+        pipeline, number, commit, described = body
         error = rebuild(described, self._functions)  # as in `_fail`
         # Comparison and failure under one lock, as the decision is: either the leader
         # has decided, or it will find the failure.
         with self.lock:
-            last, told = self.decisions.get(pipeline, (-1, []))
-            if number <= last:
-                # The decision of this call and not a later one, which could not have
+            last, told = self.decisions.get(pipeline, ((-1, _END), []))
+            if (number, commit) <= last:
+                # The decision of this commit and not a later one, which could not have
                 # succeeded without the caller's vote.
                 return told
             self.fail((pipeline, number), CallFailure(error, told=True))
@@ -351,12 +356,9 @@ class WorkerChannels:
       kind: The public method of the call.
       place: Device or mesh of this worker.
       parts: See `StageChannels`.
-      ready: The call in which processes that compute together agree to begin; None
-        where each computes alone.
 
     Attributes:
-      ready: The argument of the same name; None once it has ended.
-      begun: Whether it has succeeded.
+      begun: Whether processes that compute together have agreed to begin.
     """
 
     def __init__(
@@ -367,12 +369,10 @@ class WorkerChannels:
         kind: str,
         place: Place,
         parts: int,
-        ready: "WorkerChannels | None" = None,
     ) -> None:
         self.number = address[1]
         self.parts = parts
-        self.failed = False
-        self.ready, self.begun = ready, False
+        self.failed = self.begun = False
         self._agent = agent
         self._members, self._names = members, members.names
         self._own, self._leader = members.own, members.leader
@@ -616,14 +616,15 @@ class WorkerChannels:
 
     def begin(self) -> None:
         """See `StageChannels`."""
-        ready, self.ready = self.ready, None
-        if ready is not None:
-            with ending(ready):
-                # The barrier compares batches, too: a mismatch must show before the
-                # first collective.
-                ready._identity, ready._meta = self._identity, self._meta
-                ready.agree(None)
-            self.begun = True
+        if self._members.joint:
+            try:
+                # It compares batches, too: a mismatch must show before the first
+                # collective.
+                self._commit(_BEGINNING, None)
+                self.begun = True
+            finally:
+                # From here on this worker may fail alone.
+                self._voted = self._over = False
 
     def _whole(self, value: PyTree) -> PyTree:
         """Gathers a value that is divided over several processes, for messages."""
@@ -670,56 +671,60 @@ class WorkerChannels:
         # Before the vote: dispatched work may still fail, and after its vote a worker
         # may not.
         self.computed(computed)
-        told = self._lead(value) if self._own == self._leader else self._vote(value)
+        told = self._commit(_END, value)
         self._over = True
         return told
 
-    def _lead(self, value: PyTree) -> list[PyTree]:
+    def _commit(self, commit: int, value: PyTree) -> list[PyTree]:
+        """Goes on with all workers, or raises on all; the values of all."""
+        leads = self._own == self._leader
+        return self._lead(commit, value) if leads else self._vote(commit, value)
+
+    def _lead(self, commit: int, value: PyTree) -> list[PyTree]:
         """Collects the votes, decides, and sends the decision to all."""
         votes = {self._own: value}
         while len(votes) < len(self._names):
-            missing = [_vote_of(rank) for rank in self._others() if rank not in votes]
+            left = [rank for rank in self._others() if rank not in votes]
+            missing = [_tag("V", commit, rank) for rank in left]
             there = [tag for tag in missing if self.has(tag, self._own)]
             for tag in there:
                 votes[tag.sender] = self.take(tag, self._own)
             if not there:
-                self.wait(dict.fromkeys(missing, "the end of the call"))
+                self.wait(dict.fromkeys(missing, _MOMENTS[commit]))
         told = [votes[rank] for rank in sorted(votes)]
         with self._mailbox.lock:
             self._check()
             # Under one lock with the check: a request to give up finds a decision, or
             # prevents it.
-            self._mailbox.decisions[self._address[0]] = self.number, told
+            self._mailbox.decisions[self._address[0]] = (self.number, commit), told
             self._over = True
         for rank in self._others():
-            self._put(_decision_of(self._own), rank, told)
+            self._put(_tag("D", commit, self._own), rank, told)
         return told
 
-    def _vote(self, value: PyTree) -> list[PyTree]:
+    def _vote(self, commit: int, value: PyTree) -> list[PyTree]:
         """Sends this worker's vote to the leader; returns the decision."""
-        decision = _decision_of(self._leader)
+        decision = _tag("D", commit, self._leader)
         # Set before the vote is sent: an interrupt in `_put` may come after that.
         self._voted = True
         try:
-            self._put(_vote_of(self._own), self._leader, value)
-            while not self.has(decision, self._own):
-                self.wait({decision: "the end of the call"})
-            told = self.take(decision, self._own)
+            self._put(_tag("V", commit, self._own), self._leader, value)
+            told = receive(self, decision, self._own, _MOMENTS[commit])
         except BaseException as error:
-            told = self._give_up(error)
+            told = self._give_up(commit, error)
             # With a late decision the call succeeds in spite of a timeout; an interrupt
             # is raised in any case.
             if told is None or not isinstance(error, RpcTimeout):
                 raise
         return list(told)
 
-    def _give_up(self, error: BaseException) -> list[PyTree] | None:
+    def _give_up(self, commit: int, error: BaseException) -> list[PyTree] | None:
         """Asks the leader to abort the call; returns the decision if it was made."""
         # A failure that was sent to all is known to the leader.
         failure = self._record.failure
         if failure is not None and failure.told:
             return None
-        body = (*self._address, describe(error, self._name))
+        body = (*self._address, commit, describe(error, self._name))
         # If the leader cannot be reached, the call may have succeeded: no failure is
         # sent to the others then.
         self._over = True
@@ -791,51 +796,35 @@ class WorkerCommunicator(Communicator):
         self._data_axis = data_axis
         self._parts: int | None = None  # Known once all workers have met.
 
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+    @contextlib.contextmanager
+    def opened(self, kind: str) -> Iterator[StageChannels]:
         """See `Communicator`."""
         # At the first call and not in the constructor, so that making a pipeline does
         # not block.
         if self._parts is None:
             self._parts = self._meet()
-        number, parts = next(self._calls), self._parts
+        address = self._pipeline, next(self._calls)
         place = self.places.devices[self.places.own[0]]
-        made_of = self._agent, self._members
-        ready = None
-        if self._members.joint:
-            address = f"{self._pipeline}, ready", number
-            ready = WorkerChannels(*made_of, address, kind, place, parts)
-        address = self._pipeline, number
-        made = WorkerChannels(*made_of, address, kind, place, parts, ready)
-        self.last = made
-        return ending(made) if ready is None else self._together(made)
-
-    @contextlib.contextmanager
-    def _together(self, channels: WorkerChannels) -> Iterator[StageChannels]:
-        """Opens a call of processes that compute together."""
+        made_of = self._agent, self._members, address, kind, place, self._parts
+        self.last = channels = WorkerChannels(*made_of)
         mailbox = mailbox_of(self._agent)
         with ending(channels):
+            # Collectives are matched by their order: the rest of a half done one in
+            # another process would receive values of this call.
+            if self._members.joint and mailbox.half_done:
+                rule = "must not be called again after a call that failed under way"
+                remedy = "Start the run again from its last checkpoint."
+                got = f"a collective half done: {mailbox.half_done}"
+                raise value_error("Pipeline(places)", rule, got, remedy)
             try:
-                # Collectives are matched by their order: the rest of a half done one in
-                # another process would receive values of this call.
-                if mailbox.half_done:
-                    rule = "must not be called again after a call that failed under way"
-                    remedy = "Start the run again from its last checkpoint."
-                    got = f"a collective half done: {mailbox.half_done}"
-                    raise value_error("Pipeline(places)", rule, got, remedy)
                 yield channels
             except BaseException as error:
-                ready, channels.ready = channels.ready, None
-                # The error came before `begin`: others in the barrier fail with it.
-                if ready is not None:
-                    ready.end(error)
                 lost = channels.lost_behind(error)
                 if channels.begun:
                     mailbox.half_done = str(lost or error) or type(error).__name__
                 if lost is not None:
                     raise lost from error
                 raise
-            if channels.ready is not None:
-                channels.ready.end(None)
 
     def clock_offset(self) -> float:
         """See `Communicator`."""
@@ -882,13 +871,12 @@ def _plain(schedule: Schedule) -> list[PyTree]:
     return [schedule.placement, *(array.tolist() for array in arrays)]
 
 
-def _vote_of(rank: int) -> MessageTag:
-    return MessageTag("V", -1, "", -1, rank)
+def _tag(kind: str, commit: int, sender: int) -> MessageTag:
+    return MessageTag(kind, commit, "", -1, sender)
 
 
-def _decision_of(leader: int) -> MessageTag:
-    return MessageTag("D", -1, "", -1, leader)
-
+_MOMENTS = "the beginning of the call", "the end of the call"
+"""What is waited for in each commit."""
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}
 _KINDS |= {
