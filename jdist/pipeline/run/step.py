@@ -305,11 +305,11 @@ class Step(ABC):
         self._add_loss(worker, micro, found, aux)
         # Numbers on the host, so that each stage's device can take them without a
         # transfer between devices.
-        share = MicroBatchShare(_NO_VALUE, part.total)
+        share: tuple[PyTree, PyTree] = _NO_VALUE, part.total
         # For max and min each partial keeps its extreme loss: which micro-batch holds
         # the extreme of the batch is known only when all partials are joined.
         if self._loss.kind in ("max", "min"):
-            share = MicroBatchShare(found.value, found.weight)
+            share = found.value, found.weight
         for tag, receiver in self._routes.of(Action("F", last, micro)).sent:
             self._channels.put(tag, receiver, (d_values[tag.name], share))
         return found
@@ -337,7 +337,8 @@ class Step(ABC):
         cotangents = {
             name: summed(parts, self._invoke) for name, parts in received.items()
         }
-        d_inputs = run.backward(micro, cotangents, share, split)
+        # A message has it as a plain tuple: a class would be looked up by its name.
+        d_inputs = run.backward(micro, cotangents, MicroBatchShare(*share), split)
         for tag, receiver in route.sent:
             self._channels.put(tag, receiver, (d_inputs[tag.name], share))
 

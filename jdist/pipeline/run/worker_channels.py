@@ -60,7 +60,6 @@ from jdist.pipeline.run.stage_channels import (
     ending,
     receive,
 )
-from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.place import (
     DATA_AXIS,
@@ -428,10 +427,6 @@ class WorkerChannels:
 
     def _put(self, tag: MessageTag, other: int, value: PyTree) -> None:
         """Sends a value to another process."""
-        if tag.kind == "B":
-            # A plain tuple: the name of its class would have to be looked up.
-            cotangent, share = value
-            value = cotangent, tuple(share)
         # On a CPU the core that computes is the one that sends: a value sent by another
         # thread would wait for the scheduler, and the other worker for the value. Next
         # to an accelerator a thread of the pool waits for the value and sends it.
@@ -468,20 +463,14 @@ class WorkerChannels:
         """See `StageChannels`.
 
         Raises:
-          ValueError: The worker that sent it is in another call.
+          ValueError: Another worker is in another call.
         """
         with self._mailbox.lock:
             # Tags are equal in all calls: only the identity shows that a value belongs
             # to another batch.
-            for name in self._senders(tag):
-                self._compare(name)
+            self._compare()
             value = self._record.arrived.pop(tag)
-        if tag.kind != "C":
-            value = received(value, self._place)
-        if tag.kind == "B":
-            cotangent, share = value
-            return cotangent, MicroBatchShare(*share)
-        return value
+        return value if tag.kind == "C" else received(value, self._place)
 
     def _senders(self, tag: MessageTag) -> list[str]:
         """The processes that may send a message of a tag."""
@@ -582,17 +571,17 @@ class WorkerChannels:
         # or in another call, follows from it.
         if self._record.failure is not None:
             raise self._record.failure.error
-        for name in self._record.identities:
-            self._compare(name)
+        self._compare()
         for name in self._needed:
             reason = self._mailbox.loss(self._address[0], name)
             if reason is not None:
                 raise WorkerLost(name, self._operation, reason)
 
-    def _compare(self, name: str) -> None:
-        told = self._record.identities.get(name)
-        if told is not None and told != self._meta[_IDENTITY]:
-            self._identity.check(self._name, CallIdentity(*told), name)
+    def _compare(self) -> None:
+        """Refuses another call of a worker that has sent a message for this one."""
+        for name, told in self._record.identities.items():
+            if told != self._meta[_IDENTITY]:
+                self._identity.check(self._name, CallIdentity(*told), name)
 
     def _late(
         self,
