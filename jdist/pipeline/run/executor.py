@@ -102,10 +102,8 @@ class StagePrograms:
             stage.evaluated(self._compiled[j], labels[j])
             for j, stage in enumerate(stages)
         ]
-        # Keyed by shapes and dtypes; between processes the only key is None.
-        self._read: dict[Any, tuple[str, ...]] = {}
-        # Pairs of a signature and whether there are forward passes only.
-        self._compiled_ahead: set[tuple[Any, bool]] = set()
+        # The entries that the loss reads, by the cases of calls that have succeeded.
+        self._read: dict[tuple[Hashable, bool], tuple[str, ...]] = {}
 
     def check_functions(self) -> None:
         """See `Executor`."""
@@ -170,8 +168,7 @@ class StagePrograms:
     ) -> StepInputs:
         """Makes the inputs of a step; checks their shapes if these are new.
 
-        Between processes shapes are checked until a call has succeeded on all of them
-        (`agreed`).
+        They are new until a call has succeeded on all processes (`agreed`).
 
         Args:
           channels: The call.
@@ -191,12 +188,10 @@ class StagePrograms:
             leaves, structure = jax.tree.flatten((trees, dict(batch)))
             kinds = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
             signature = tuple(kinds), structure
-        read = self._read.get(signature)
+        read = self._read.get((signature, routes.places.schedule.forward_only))
         if read is None:
             check = ShapeCheck(self.wiring, self.places, channels, batch)
             read = check.run(self.loss, trees)
-            if self._sees_all:
-                self._read[signature] = read
         invoke = pacing(self.places.devices, channels.computed)
         if invoke is not operator.call:
             runs = {at: run.through(invoke) for at, run in runs.items()}
@@ -205,9 +200,9 @@ class StagePrograms:
     def compile_ahead(self, given: StepInputs) -> None:
         """Compiles the programs of several stages or processes at the same time.
 
-        Between processes until a call has succeeded on all of them, as in `inputs`.
+        Until a call has succeeded on all processes, as in `inputs`.
         """
-        if _case(given) in self._compiled_ahead:
+        if _case(given) in self._read:
             return
         part = given.parts[0]
         trees = [(run.params, run.state) for run in given.runs.values()]
@@ -220,9 +215,7 @@ class StagePrograms:
     def agreed(self, given: StepInputs) -> None:
         """Records that a call with these inputs has succeeded on all processes."""
         # Not earlier: after a failure all processes take part in the check once more.
-        if not self._sees_all:
-            self._read[None] = given.read
-        self._compiled_ahead.add(_case(given))
+        self._read[_case(given)] = given.read
 
 
 def _first_uses(functions: Sequence[object], places: Places) -> list[int]:
@@ -243,7 +236,7 @@ def _first_uses(functions: Sequence[object], places: Places) -> list[int]:
     return found
 
 
-def _case(given: StepInputs) -> tuple[Any, bool]:
+def _case(given: StepInputs) -> tuple[Hashable, bool]:
     """The key of the inputs whose programs are the same."""
     return given.signature, given.routes.places.schedule.forward_only
 
