@@ -13,10 +13,9 @@ import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, final
+from typing import final
 
 import jax
-import numpy as np
 
 from jdist._errors import quoted, value_error
 from jdist._tree import PyTree, named_leaves, wide_dtype
@@ -84,12 +83,19 @@ class Tied:
         # as text and raised below, so that all processes raise the same one.
         told = channels.agree(mine)
         reports = sorted(itertools.chain(*told), key=operator.itemgetter(0, 1))
-        first: dict[str, _Copy] = {}
-        for name, stage, path, leaves, complaint in reports:
+        first: dict[str, Sequence[PyTree]] = {}
+        for name, *report, complaint in reports:
             if complaint:
                 raise ValueError(complaint)
-            copy = _Copy(stage, path, leaves)
-            _check_equal(first.setdefault(name, copy), copy)
+            stage, path, kinds, digests = report
+            before, other_path, others, expected = first.setdefault(name, report)
+            _check_alike(before, others, stage, kinds)
+            for leaf in digests:
+                if digests[leaf] != expected[leaf]:
+                    rule = "must begin with equal values at the stages "
+                    rule += f"{before} and {stage}"
+                    got = f"different ones at {other_path}{leaf} and {path}{leaf}"
+                    raise value_error(_CALL, rule, got, "Copy one.")
 
     def summed(
         self,
@@ -225,20 +231,26 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
     return Tied(groups) if groups else None
 
 
-def _described(params: PyTree, stage: int, path: str) -> tuple[dict[str, PyTree], str]:
-    """Shape, dtype and digest of every leaf of a copy, by name; and an error text."""
+def _described(
+    params: PyTree, stage: int, path: str
+) -> tuple[dict[str, str], dict[str, str], str]:
+    """Shape and dtype of every leaf of a copy; their digests; and an error text."""
     # Returned and not raised, so that every process takes part in the comparison.
     try:
         found = leaves_at(_structure(params), stage, path)
     except ValueError as error:
-        return {}, str(error)
+        return {}, {}, str(error)
     leaves = jax.tree.leaves(params)
-    copy = {}
-    for name, i in found.items():
-        array = on_host(leaves[i])
-        digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
-        copy[name] = [list(array.shape), str(array.dtype), digest]
-    return copy, ""
+    arrays = {name: on_host(leaves[i]) for name, i in found.items()}
+    kinds = {
+        name: describe(jax.ShapeDtypeStruct(array.shape, array.dtype))
+        for name, array in arrays.items()
+    }
+    digests = {
+        name: hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+        for name, array in arrays.items()
+    }
+    return kinds, digests, ""
 
 
 def _structure(tree: PyTree) -> PyTree:
@@ -271,32 +283,6 @@ def leaves_at(
         rule = f"must name parameters of stage {stage}, which has {sorted(names)}"
         raise value_error(_CALL, rule, quoted(path))
     return found
-
-
-class _Copy(NamedTuple):
-    """A copy of a tied parameter: its place, and shape, dtype and digest of leaves."""
-
-    stage: int
-    path: str
-    leaves: dict[str, PyTree]
-
-
-def _check_equal(one: _Copy, other: _Copy) -> None:
-    kinds = [
-        {name: _text(shape, dtype) for name, (shape, dtype, _) in c.leaves.items()}
-        for c in (one, other)
-    ]
-    _check_alike(one.stage, kinds[0], other.stage, kinds[1])
-    for name in one.leaves:
-        if one.leaves[name] != other.leaves[name]:
-            stages = f"the stages {one.stage} and {other.stage}"
-            got = f"different ones at {one.path}{name} and {other.path}{name}"
-            rule, remedy = f"must begin with equal values at {stages}", "Copy one."
-            raise value_error(_CALL, rule, got, remedy)
-
-
-def _text(shape: Sequence[int], dtype: str) -> str:
-    return describe(jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype)))
 
 
 def _check_alike(
