@@ -272,16 +272,14 @@ class _Device:
     def start(self) -> State:
         """The initial state: empty slots and empty sums."""
         model, slots = self._model, self._model.table.slots
-        first: Feed = jax.tree.map(lambda x: x[0], self._feed._replace(key=None))
-        value = jax.eval_shape(self._entered, first.values, self._blank_key)
+        # Shapes alone count, which are those of any micro-batch.
+        value = jax.eval_shape(lambda: self._entered(0)[0])
         residuals, rest, d_params = jax.eval_shape(self._passes, value)
-        found, *_ = jax.eval_shape(
-            self._lost, value, first.entries, first.weights, self._blank_key
-        )
+        found, *_ = jax.eval_shape(self._lost, value, 0)
         share = (
             MicroBatchShare(found.value, found.weight) if self._shares_travel else None
         )
-        counted = share or _share_of(first.totals)
+        counted = share or self._share_of(0)
 
         def nothing(d_own: PyTree) -> Partial:
             part = Partial(counted.value, d_own, counted.weight)
@@ -298,10 +296,6 @@ class _Device:
         )
 
     @property
-    def _blank_key(self) -> PyTree:
-        return None if self._model.key is None else self._model.key.blank()
-
-    @property
     def _shares_travel(self) -> bool:
         """Whether cotangents are sent with the share of their micro-batch."""
         # For max and min a stage must know which micro-batches hold the extreme.
@@ -310,7 +304,7 @@ class _Device:
     def _passes(self, value: PyTree) -> PyTree:
         """Results of each kind of action, to be evaluated for their shapes."""
         segment, own = self._model.segment, self._params[0]
-        key = self._blank_key if self._model.keyed else None
+        key = self._key(0, 0) if self._model.keyed else None
         residuals = segment.forward(own, None, (value,), key)[1]
         rest: list[PyTree] = []
         if INPUTS in self._model.table.kinds:
@@ -406,7 +400,7 @@ class _Device:
         mail = put(state.mail.value, at.result, output, wanted)
         return state._replace(mail=state.mail._replace(value=mail))
 
-    def _key(self, chunk: int, micro_batch: jax.Array) -> jax.Array:
+    def _key(self, chunk: int, micro_batch: jax.Array | int) -> jax.Array:
         """The key of a stage and a micro-batch, the same as with other executors."""
         chains, last = self._model.chains, self._model.stages - 1
         stage = jnp.asarray(self._model.table.stages)[self._rank, chunk]
@@ -419,7 +413,9 @@ class _Device:
                 key = jnp.where(stage == number, own, key)
         return key
 
-    def _key_of(self, stage: jax.Array | int, micro_batch: jax.Array) -> jax.Array:
+    def _key_of(
+        self, stage: jax.Array | int, micro_batch: jax.Array | int
+    ) -> jax.Array:
         assert self._model.key is not None
         assert self._feed.key is not None
         key: jax.Array = unworded(self._feed.key, self._model.key.blank())
@@ -429,50 +425,42 @@ class _Device:
 
     def _enter(self, wanted: Wanted, at: Row, state: State) -> State:
         """Run the function before the first stage, and store its output for F."""
-        given, key = self._first_given(at)
-        value = self._entered(given, key)
+        value, _ = self._entered(at.micro_batch)
         mail = put(state.mail.value, at.result, value, wanted)
         return state._replace(mail=state.mail._replace(value=mail))
 
     def _leave(self, wanted: Wanted, at: Row, state: State) -> State:
         """Add the gradient of the function before the first stage."""
-        given, key = self._first_given(at)
         fn, own = self._model.ends.first, self._ends.first
         # Recomputed: slots for these residuals would take memory on every device, and
         # the function is mostly a lookup in a table of embeddings.
-        _, residuals = fn.forward(own, None, given, key)
+        _, residuals = self._entered(at.micro_batch)
         sent = take(state.mail, at.result)
         d_own, _ = fn.backward(own, residuals, (sent.value, None))
         first = self._added(state.ends.first, d_own, sent.share, wanted, at)
         return state._replace(ends=state.ends._replace(first=first))
 
-    def _first_given(self, at: Row) -> tuple[tuple[PyTree, ...], PyTree]:
-        """Arguments of the function before the first stage: its inputs and its key."""
-        chain, key = self._model.chains.first, None
-        if chain.parts[0].keyed:
-            key = chain.key_of(0, self._key_of(0, at.micro_batch))
-        return take(self._feed.values, at.micro_batch), key
+    def _entered(self, micro_batch: jax.Array | int) -> tuple[PyTree, PyTree]:
+        """The first stage's input; and residuals of the function before that stage."""
+        given, fn = take(self._feed.values, micro_batch), self._model.ends.first
+        if fn is None:
+            return given[0], None
+        key = self._key_of_end(self._model.chains.first, 0, 0, micro_batch)
+        (value, _), residuals = fn.forward(self._ends.first, None, given, key)
+        return value, residuals
 
-    def _entered(self, inputs: tuple[PyTree, ...], key: PyTree) -> PyTree:
-        """The input of the first stage."""
-        if self._model.ends.first is None:
-            return inputs[0]
-        first, own = self._model.ends.first, self._ends.first
-        key = key if self._model.chains.first.parts[0].keyed else None
-        return first.forward(own, None, inputs, key)[0][0]
+    def _key_of_end(
+        self, chain: Any, part: int, stage: int, micro_batch: jax.Array | int
+    ) -> PyTree:
+        """The key of a part of a stage that is an end; None if it takes none."""
+        if not chain.parts[part].keyed:
+            return None
+        return chain.key_of(part, self._key_of(stage, micro_batch))
 
     def _lose(self, wanted: Wanted, at: Row, state: State) -> State:
         """Compute the losses of a micro-batch; their cotangent replaces the output."""
-        entries, weights = take(
-            (self._feed.entries, self._feed.weights), at.micro_batch
-        )
-        chain, key = self._model.chains.last, None
-        if chain is not None and chain.parts[-1].keyed:
-            number = len(chain.parts) - 1
-            key = self._key_of(self._model.stages - 1, at.micro_batch)
-            key = chain.key_of(number, key)
         value = take(state.mail.value, at.result)
-        found, d_value, d_own = self._lost(value, entries, weights, key)
+        found, d_value, d_own = self._lost(value, at.micro_batch)
         share = MicroBatchShare(found.value, found.weight)
         sent = share if self._shares_travel else None
         loss = reduction.combine(state.loss, found, self._model.kind)
@@ -486,11 +474,12 @@ class _Device:
         return state._replace(ends=state.ends._replace(last=last))
 
     def _lost(
-        self, value: PyTree, entries: PyTree, weights: jax.Array, key: PyTree
+        self, value: PyTree, micro_batch: jax.Array | int
     ) -> tuple[Partial, PyTree, PyTree]:
         """The losses, the cotangent of the last stage's output, and the gradient of the
         function after it."""
         names, last, own = self._model.names, self._model.ends.last, self._ends.last
+        entries, weights = take((self._feed.entries, self._feed.weights), micro_batch)
 
         def both(values: PyTree) -> PyTree:
             if not self._model.whole_at_loss:
@@ -503,7 +492,8 @@ class _Device:
         if last is None:
             found, d_values, _ = both({names[0]: value})
             return found, d_values[names[0]], None
-        key = key if self._model.chains.last.parts[-1].keyed else None
+        chain, stage = self._model.chains.last, self._model.stages - 1
+        key = self._key_of_end(chain, len(chain.parts) - 1, stage, micro_batch)
         (made, _), residuals = last.forward(own, None, (value,), key)
         outputs = outputs_by_name("Pipeline(last=...)", names, made)
         found, d_values, _ = both(outputs)
@@ -553,11 +543,15 @@ class _Device:
         self, before: Partial, d_own: PyTree, share: Share, wanted: Wanted, at: Row
     ) -> Partial:
         """The gradient so far, with a micro-batch's term if it is wanted."""
-        counted = share or _share_of(take(self._feed.totals, at.micro_batch))
+        counted = share or self._share_of(at.micro_batch)
         own = contribution(self._model.kind, d_own, counted)
         # The sum so far first, so that terms are added in the order of the schedule.
         joined = reduction.combine(before, own, self._model.kind)
         return kept_unless(wanted, joined, before)
+
+    def _share_of(self, micro_batch: jax.Array | int) -> MicroBatchShare:
+        total = take(self._feed.totals, micro_batch)
+        return MicroBatchShare(jnp.zeros_like(total), total)
 
     def _pass_on(self, number: int, at: Row, state: State) -> State:
         """Send and receive the messages of one distance."""
@@ -621,7 +615,7 @@ def kept_unless(wanted: Wanted, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), new, old)
 
 
-def take(slots: PyTree, slot: jax.Array) -> PyTree:
+def take(slots: PyTree, slot: jax.Array | int) -> PyTree:
     """The value in a slot."""
     return jax.tree.map(
         lambda s: jax.lax.dynamic_index_in_dim(s, slot, 0, keepdims=False), slots
@@ -671,10 +665,6 @@ def _zeros(params: PyTree) -> PyTree:
     return jax.eval_shape(
         lambda own: jax.tree.map(_wide, split_inexact(own)[0]), params
     )
-
-
-def _share_of(total: jax.Array) -> MicroBatchShare:
-    return MicroBatchShare(jnp.zeros_like(total), total)
 
 
 def _wide(leaf: jax.Array) -> jax.Array:
