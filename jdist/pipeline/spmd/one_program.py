@@ -35,7 +35,7 @@ from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import StageChannels
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
-from jdist.pipeline.spmd.program import Ends, Feed, Model, rounded, run
+from jdist.pipeline.spmd.program import Ends, Feed, Model, rounded, run, sums_of
 from jdist.pipeline.spmd.rules import (
     check_agreement,
     check_params,
@@ -201,19 +201,14 @@ class OneProgramExecutor(ScheduleExecutor):
         # Without the places of results, which are known: to find them would compile it.
         found = LoweredPrograms(places=False)
         called = found.named("all stages")
-        _, grads, ends, square = called(program.run, *arguments)
+        *_, square = called(program.run, *arguments)
         if update is not None:
+            stats = GradientStats(jax.tree.map(_shape, square), None)
             for j, tree in enumerate(given.params):
-                like, _ = split_inexact(tree)
-                wide = put_together(
-                    self._stages[j], Parts(ends.first, grads[0], ends.last)
-                )
-                kinds = wide if unrounded[j] else like
-                stats = GradientStats(jax.tree.map(_shape, square), None)
-                given_back = jax.tree.map(_with_dtype_of, like, kinds), stats
+                own = sums_of(tree) if unrounded[j] else split_inexact(tree)[0]
                 there = self._places.devices[self._places.worker(j, 0)]
                 each = update.through(found.named(f"stage {j}"))
-                each.apply(j, *moved(given_back, there))
+                each.apply(j, *moved((own, stats), there))
         return found.lowered()
 
     def _prepared(
@@ -496,10 +491,6 @@ def _signature(own: Mapping[int, PyTree], batch: PyTree, key: PyTree) -> Hashabl
     kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
     specs = tuple([spec_of(x) for x in jax.tree.leaves(own)])
     return kinds, specs, structure
-
-
-def _with_dtype_of(x: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, kind.dtype)
 
 
 def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

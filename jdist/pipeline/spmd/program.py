@@ -285,7 +285,7 @@ class _Device:
             part = Partial(counted.value, d_own, counted.weight)
             return reduction.empty(part, model.kind)
 
-        ends = [None if own is None else nothing(_zeros(own)) for own in self._ends]
+        ends = [None if own is None else nothing(sums_of(own)) for own in self._ends]
         return State(
             _empty(StageMessage(value, share), slots.mail),
             _empty(residuals, slots.activations),
@@ -310,7 +310,7 @@ class _Device:
         if INPUTS in self._model.table.kinds:
             found = segment.backward_inputs(own, residuals, (value, None))[1]
             rest = found.computed
-        d_params = [_zeros(own) for own in self._params]
+        d_params = [sums_of(own) for own in self._params]
         return list(residuals.arrays), rest, d_params
 
     def turn(self, state: State, at: Row, clock: Clock) -> State:
@@ -660,8 +660,8 @@ def _or_zeros(cotangent: PyTree, value: PyTree) -> PyTree:
     )
 
 
-def _zeros(params: PyTree) -> PyTree:
-    """Shapes of a gradient in the dtypes in which it is summed."""
+def sums_of(params: PyTree) -> PyTree:
+    """The shapes of a gradient, in the dtypes in which it is summed."""
     return jax.eval_shape(
         lambda own: jax.tree.map(_wide, split_inexact(own)[0]), params
     )
