@@ -14,7 +14,7 @@ from jdist import reduction
 from jdist._compat import default_device, trace, without_unread
 from jdist._errors import value_error
 from jdist._tree import PyTree, merge, split_inexact, type_name
-from jdist.pipeline.stages.array_spec import ArraySpec, describe, specs_of
+from jdist.pipeline.stages.array_spec import ArraySpec, describe
 from jdist.pipeline.stages.place import Place, moved, place_of
 from jdist.reduction import Partial
 from jdist.segment.internal import (
@@ -47,14 +47,14 @@ class _LossOptions(NamedTuple):
 
     Attributes:
       names, kind, has_aux: See `PipelineLoss`.
-      unread: Shapes of the batch's leaves that the losses do not read.
+      unread: Shapes and dtypes of the batch's leaves that the losses do not read.
       structure: The tree of these leaves.
     """
 
     names: tuple[str, ...]
     kind: str
     has_aux: bool
-    unread: tuple[ArraySpec, ...]
+    unread: tuple[tuple[tuple[int, ...], Any], ...]
     structure: jax.tree_util.PyTreeDef
 
 
@@ -115,8 +115,6 @@ class PipelineLoss:
         self._names = names
         self._scale: PyTree = None
         self._invoke: Invoke = operator.call
-        # By the entries that the losses do not read; shared with scaled copies.
-        self._made: dict[Any, LossPasses] = {}
         self.fn = fn
         self._compiled = _CACHE.get(fn, (), lambda _: _CompiledLoss(fn))
         self.kind = kind
@@ -146,7 +144,6 @@ class PipelineLoss:
         """
         made = copy.copy(self)
         made._invoke = invoke
-        made._made = {}
         return made
 
     def entries_read(
@@ -183,15 +180,11 @@ class PipelineLoss:
         """
         entries = {name: x for name, x in batch.items() if name not in read}
         leaves, structure = jax.tree.flatten(entries)
-        shapes = tuple([(x.shape, x.dtype) for x in leaves])
-        made = self._made.get((structure, shapes))
-        if made is None:
-            unread = tuple(map(specs_of, leaves))
-            own = self._names, self.kind, self.has_aux
-            found = self._compiled.passes(_LossOptions(*own, unread, structure))
-            call = self._invoke
-            made = LossPasses(partial(call, found.both), partial(call, found.losses))
-            self._made[structure, shapes] = made
+        canonical = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+        unread = tuple([(x.shape, canonical(x.dtype)) for x in leaves])
+        own = self._names, self.kind, self.has_aux
+        found = self._compiled.passes(_LossOptions(*own, unread, structure))
+        made = LossPasses(*(partial(self._invoke, each) for each in found))
         return made if self._scale is None else self._with_scale(made)
 
     def check(self) -> None:
@@ -247,7 +240,7 @@ def _compiled(fn: Callable[..., PyTree], options: _LossOptions) -> LossPasses:
     ) -> tuple[jax.Array, PyTree]:
         # Entries that the loss does not read are not sent to it. It may still index
         # them, so constants of their shapes take their place.
-        blanks = [each.blank() for each in unread]
+        blanks = [ArraySpec(shape, str(dtype)).blank() for shape, dtype in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
         found = _called(fn, names, values, batch)
         found, aux = _with_aux(found) if has_aux else (found, None)
