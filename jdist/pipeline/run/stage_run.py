@@ -169,7 +169,7 @@ class StageRun:
 
     def _named(self, returned: PyTree) -> dict[str, PyTree]:
         names = self._stage.outputs
-        # `check_shapes` has checked their number.
+        # The rehearsal has checked their number.
         return dict(
             zip(names, [returned] if len(names) == 1 else returned, strict=True)
         )
@@ -288,8 +288,18 @@ def fold(key: jax.Array, number: int) -> jax.Array:
 
 def contribution(kind: str, d_params: PyTree, share: MicroBatchShare) -> Partial:
     """The partial of one micro-batch, in the dtypes of the sum."""
-    wide = _counted(kind, d_params, share.weight)
-    return Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+
+    def wide(leaf: jax.Array) -> jax.Array:
+        # Widened before the product: 16 bits hold a mean times a loss scale, but may
+        # overflow with a sum.
+        term = leaf.astype(wide_dtype(leaf.dtype))
+        factor = jnp.asarray(share.weight, jnp.finfo(term.dtype).dtype)
+        # A batch of weight 0 has no example to put in the place of those that do not
+        # count; what 0 times its infinities made of the gradient must not count either.
+        return jnp.where(factor == 0, 0, term if kind == "sum" else term * factor)
+
+    value, weight = jnp.asarray(share.value), jnp.asarray(share.weight)
+    return Partial(value, jax.tree.map(wide, d_params), weight)
 
 
 def added(
@@ -310,21 +320,6 @@ def gradient_of(joined: Partial, kind: str, like: PyTree) -> PyTree:
         mean = reduction.divided(joined.gradient, joined.weight)
         joined = joined._replace(gradient=mean)
     return reduction.finish(joined, kind, like)[1]
-
-
-def _counted(kind: str, d_params: PyTree, weight: Any) -> PyTree:
-    """A micro-batch's term of the sum that is joined by a kind of reduction."""
-
-    def wide(leaf: jax.Array) -> jax.Array:
-        # Widened before the product: 16 bits hold a mean times a loss scale, but may
-        # overflow with a sum.
-        term = leaf.astype(wide_dtype(leaf.dtype))
-        factor = jnp.asarray(weight, jnp.finfo(term.dtype).dtype)
-        # A batch of weight 0 has no example to put in the place of those that do not
-        # count; what 0 times its infinities made of the gradient must not count either.
-        return jnp.where(factor == 0, 0, term if kind == "sum" else term * factor)
-
-    return jax.tree.map(wide, d_params)
 
 
 @functools.lru_cache(maxsize=256)
