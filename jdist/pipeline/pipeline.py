@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -380,38 +380,30 @@ class Pipeline:
             own, opt_states = map(list, zip(*begun, strict=True))
             kept = self._shapes("init", given)
             return PipelineState(0, own, opt_states, kept, shapes_of(key))
-        if self._tied is None:
-            return self._initial(params, states, key)[0]
-        # A call of all workers: copies of one parameter are on several, which compare
-        # digests of them.
-        with self.communicator.opened("init") as channels:
-            state, given = self._initial(params, states, key)
-            self._tied.check(given, self._optimizers, channels)
+        # A call of all workers where copies of one parameter are on several, which
+        # compare digests of them.
+        tied, call = self._tied, self.communicator.opened
+        opened: Any = nullcontext() if tied is None else call("init")
+        with opened as channels:
+            given = trees_of("Pipeline.init(states=...)", states, len(self.stages))
+            check_arrays("Pipeline.init(params)", params)
+            check_arrays("Pipeline.init(states=...)", given)
+            optimizers = self._optimizers
+            # A copy, because training steps donate the state and the caller keeps its
+            # own.
+            placed = jax.tree.map(jnp.copy, self.place(params))
+            copies, kept = list(placed), [None] * len(self.stages)
+            for j in self.own:
+                copies[j], kept[j] = started(optimizers[j], placed[j])
+            state = PipelineState(0, copies, kept, self.place(given), key)
+            if tied is not None:
+                # Parameters of stages in other processes are compared as they were
+                # given.
+                pairs = zip(params, placed, strict=True)
+                if self.communicator.sees_all:
+                    placed = [tree if own is None else own for tree, own in pairs]
+                tied.check(placed, optimizers, channels)
         return state
-
-    def _initial(
-        self,
-        params: Sequence[PyTree],
-        states: Sequence[PyTree] | None,
-        key: jax.Array | None,
-    ) -> tuple[PipelineState, list[PyTree]]:
-        """The state, and the parameters in full precision."""
-        stages = len(self.stages)
-        given = trees_of("Pipeline.init(states=...)", states, stages)
-        check_arrays("Pipeline.init(params)", params)
-        check_arrays("Pipeline.init(states=...)", given)
-        optimizers = self._optimizers
-        # A copy, because training steps donate the state and the caller keeps its own.
-        placed = jax.tree.map(jnp.copy, self.place(params))
-        copies, kept = list(placed), [None] * stages
-        for j in self.own:
-            copies[j], kept[j] = started(optimizers[j], placed[j])
-        state = PipelineState(0, copies, kept, self.place(given), key)
-        if not self.communicator.sees_all:
-            return state, placed
-        # Parameters of stages in other processes are compared as they were given.
-        pairs = zip(params, placed, strict=True)
-        return state, [tree if own is None else own for tree, own in pairs]
 
     def _shapes(self, call: str, trees: Sequence[PyTree]) -> list[PyTree]:
         """The shapes of each stage's tree, on the device of its first worker."""
