@@ -9,7 +9,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import jax
@@ -91,31 +91,17 @@ class Routes:
       places: The worker of each stage and micro-batch, and its device.
 
     Attributes:
-      wiring: As above.
       places: As above.
+      of: The route of an action. With the number of stages for its stage and "F" for
+        its kind it is the loss of a micro-batch and the gradient of this loss.
     """
 
     def __init__(self, wiring: StageWiring, places: Places) -> None:
-        self.wiring = wiring
+        self._wiring = wiring
         self.places = places
-        self._known: dict[Action, Route] = {}
-        # All actions of a schedule and its losses.
-        self._most = len(places.schedule.columns) + places.schedule.micro_batches
-
-    def of(self, action: Action) -> Route:
-        """The route of an action.
-
-        Args:
-          action: The action. With the number of stages for its stage and "F" for its
-            kind it is the loss of a micro-batch and the gradient of this loss.
-        """
-        found = self._known.get(action)
-        if found is None:
-            # The micro-batches of an epoch have no limit.
-            if len(self._known) == self._most:
-                self._known.clear()
-            found = self._known[action] = self._made(action)
-        return found
+        # All actions of a schedule and its losses: an epoch's have no limit.
+        most = len(places.schedule.columns) + places.schedule.micro_batches
+        self.of: Callable[[Action], Route] = functools.lru_cache(most)(self._made)
 
     def _made(self, action: Action) -> Route:
         kind, stage, micro = action
@@ -128,7 +114,7 @@ class Routes:
         if kind == "W":
             return Route([], [], [], [])
         if kind == "B":
-            consumers = self.wiring.consumers[stage].items()
+            consumers = self._wiring.consumers[stage].items()
             taken = [
                 MessageTag("B", micro, name, taker, self.places.worker(taker, micro))
                 for name, takers in consumers
@@ -139,13 +125,13 @@ class Routes:
         # The loss follows the last stage at once. Without the outputs of this stage,
         # which its pass produces.
         if stage == loss - 1:
-            own = self.wiring.consumers[stage]
+            own = self._wiring.consumers[stage]
             others = self._inputs(loss, micro)
             awaited = [*taken, *(tag for tag in others if tag.name not in own)]
         # One message for each consumer, because they may be on several workers.
         sent = [
             self._message("F", micro, name, stage, taker)
-            for name, takers in self.wiring.consumers[stage].items()
+            for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]
         return Route(awaited, taken, self._entries(stage), sent)
@@ -154,12 +140,12 @@ class Routes:
         """Tags of the values that a stage or the loss takes from stages."""
         return [
             MessageTag("F", micro, name, stage, self.places.worker(source, micro))
-            for name, source in self.wiring.source[stage].items()
+            for name, source in self._wiring.source[stage].items()
             if source != BATCH
         ]
 
     def _entries(self, stage: int) -> Sequence[str]:
-        source = self.wiring.source[stage].items()
+        source = self._wiring.source[stage].items()
         return [name for name, where in source if where == BATCH]
 
     def _cotangents(self, taker: int, micro: int) -> Sequence[RoutedMessage]:
@@ -167,7 +153,7 @@ class Routes:
         # Entries of the batch have no stage that takes their cotangents.
         return [
             self._message("B", micro, name, taker, source)
-            for name, source in self.wiring.source[taker].items()
+            for name, source in self._wiring.source[taker].items()
             if source != BATCH
         ]
 
