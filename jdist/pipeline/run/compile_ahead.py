@@ -1,9 +1,12 @@
-"""Ahead-of-time compilation of a pipeline's programs, from shapes.
+"""Checks and ahead-of-time compilation of a pipeline's programs, from shapes.
+
+Before its first step a pipeline rehearses: it runs the first actions of the schedule on
+shapes alone, and stages send shapes in place of values. So an error names the stage and
+its values, on all workers.
 
 A stage that compiles at its first call does so when the first micro-batch reaches it,
-so that the stages of several processes compile one after another. A rehearsal runs the
-first actions of the schedule on shapes alone: stages send shapes in place of values,
-and when every worker knows the arguments of its stages, all of them compile at the same
+so that the stages of several processes compile one after another. After the rehearsal
+every worker knows the arguments of its stages, and all of them compile at the same
 time. The same rehearsal finds the programs for devices that are not attached.
 """
 
@@ -15,6 +18,7 @@ import jax
 
 from jdist._compat import Ahead
 from jdist._tree import PyTree
+from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
     MessageTag,
@@ -25,41 +29,56 @@ from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
 from jdist.pipeline.stages.place import StageMesh, device_here, place_of, received
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
 
 
-def compile_ahead(given: StepInputs) -> None:
-    """Compiles the programs that the workers of this process will call in a step.
+def compile_ahead(given: StepInputs, compiled: bool) -> tuple[str, ...]:
+    """Checks the values of a step, and compiles the programs that it will call here.
 
     Every process of the pipeline calls it, because shapes travel between them. A
     program that does not match the later call is compiled at that call.
 
     Args:
       given: The inputs of the step, which are not changed.
+      compiled: Whether programs are compiled now; else each is at its first call.
+
+    Returns:
+      The entries of the batch that the loss reads; empty where it does not run.
+
+    Raises:
+      ValueError: A value is neither an output of a stage nor in the batch; a stage
+        cannot take its inputs, or returns another number of values than it names.
     """
+    if not compiled:
+        return rehearse(given, lambda label: _shapes_of_results)[1]
     channels = _ShapeChannels(given.channels, given.routes.places)
-    ahead = _rehearsed(given._replace(channels=channels), Ahead())
+    ahead = Ahead()
+    _, read = rehearse(given._replace(channels=channels), lambda label: ahead)
     if ahead.undecided:
         # On a mesh the compiler chooses the sharding of results, which later programs
         # take. Compiled in a second rehearsal, from the shapes that have arrived: in
         # the first one other workers would wait for this compilation.
-        again = given._replace(channels=channels.replayed())
-        ahead = _rehearsed(again, Ahead(places=True))
+        ahead = Ahead(places=True)
+        rehearse(given._replace(channels=channels.replayed()), lambda label: ahead)
     # Last, so that no worker waits for shapes while another one compiles.
     ahead.compile()
+    return read
 
 
-def _rehearsed(given: StepInputs, ahead: Ahead) -> Ahead:
-    rehearse(given, lambda label: ahead)
-    return ahead
+def _shapes_of_results(function: Any, *arguments: PyTree) -> PyTree:
+    # Arguments may be traced: a pipeline without devices may be inside `jax.jit`.
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type),
+        function.trace(*arguments).out_info,
+    )
 
 
 def rehearse(
     given: StepInputs, named: Callable[[str], Invoke]
-) -> dict[tuple[int, int], StageRun]:
+) -> tuple[dict[tuple[int, int], StageRun], tuple[str, ...]]:
     """Traces the programs that the workers of this process will call.
 
     Args:
@@ -68,7 +87,8 @@ def rehearse(
         or "loss".
 
     Returns:
-      The stages after the rehearsal, with shapes for their gradients.
+      The stages after the rehearsal, with shapes for their gradients; and the entries
+      of the batch that the loss reads.
     """
     # Traced and not run on made-up values: these could call a user's callbacks, never
     # end a loop that waits for convergence, and would need a micro-batch's memory.
@@ -80,8 +100,9 @@ def rehearse(
     schedule = given.routes.places.schedule
     sizes = [len(given.parts[i].weights) for i in range(schedule.micro_batches)]
     stand_ins = frozenset(representatives(schedule, sizes))
-    _Rehearsal(shown, named("sum"), stand_ins).run()
-    return runs
+    rehearsal = _Rehearsal(shown, named("sum"), stand_ins)
+    rehearsal.run()
+    return runs, rehearsal.read
 
 
 @final
@@ -103,6 +124,23 @@ class _Rehearsal(Step):
     def _actions(self, worker: int) -> Iterable[Action]:
         actions = self._places.actions[worker]
         return (a for a in actions if a.micro_batch in self._chosen)
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The entries of the batch that the loss reads, as far as it ran here."""
+        return self._read
+
+    def _inputs(self, worker: int, stage: int, micro: int) -> dict[str, PyTree]:
+        inputs = super()._inputs(worker, stage, micro)
+        # Without their places, which do not matter to a function.
+        shapes = jax.tree.map(lambda x: x.struct, specs_of(inputs), is_leaf=is_spec)
+        if stage == self._places.loss:
+            self._read = self._loss.entries_read(shapes, self._parts[micro].batch)
+        else:
+            run = self._runs[worker, stage]
+            checked = self._routes.wiring.stages[stage]
+            outputs_of(stage, checked, (run.params, run.state), shapes)
+        return inputs
 
     def _passed_back(self, worker: int, stage: int) -> None:
         """Does nothing: the sum over replicas is rehearsed apart."""

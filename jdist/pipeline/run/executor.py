@@ -26,7 +26,6 @@ from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import MicroBatchSource, size_of_batch, split_batch
-from jdist.pipeline.run.shapes import ShapeCheck
 from jdist.pipeline.run.stage_channels import (
     Communicator,
     InProcessChannels,
@@ -166,9 +165,7 @@ class StagePrograms:
         parts: MicroBatchSource,
         loss: PipelineLoss,
     ) -> StepInputs:
-        """Makes the inputs of a step; checks their shapes if these are new.
-
-        They are new until a call has succeeded on all processes (`agreed`).
+        """Makes the inputs of a step.
 
         Args:
           channels: The call.
@@ -176,41 +173,40 @@ class StagePrograms:
           runs: The return value of `runs`.
           parts: The micro-batches.
           loss: The loss, with its scale.
-
-        Raises: what `ShapeCheck.run` raises.
         """
-        batch = parts[0].batch
         trees = {j: (run.params, run.state) for (_, j), run in runs.items()}
         # Between processes the signature stays None: a check takes part in an exchange
         # of shapes, and no process can see that the shapes of another one have changed.
         signature = None
         if self._sees_all:
-            leaves, structure = jax.tree.flatten((trees, dict(batch)))
+            leaves, structure = jax.tree.flatten((trees, dict(parts[0].batch)))
             kinds = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
             signature = tuple(kinds), structure
-        read = self._read.get((signature, routes.places.schedule.forward_only))
-        if read is None:
-            check = ShapeCheck(self.wiring, self.places, channels, batch)
-            read = check.run(self.loss, trees)
         invoke = pacing(self.places.devices, channels.computed)
         if invoke is not operator.call:
             runs = {at: run.through(invoke) for at, run in runs.items()}
-        return StepInputs(routes, runs, channels, loss, read, parts, signature)
+        return StepInputs(routes, runs, channels, loss, (), parts, signature)
 
-    def compile_ahead(self, given: StepInputs) -> None:
-        """Compiles the programs of several stages or processes at the same time.
+    def compile_ahead(self, given: StepInputs) -> StepInputs:
+        """Checks shapes that are new, and compiles several stages at the same time.
 
-        Until a call has succeeded on all processes, as in `inputs`.
+        They are new until a call has succeeded on all processes (`agreed`).
+
+        Returns:
+          The inputs with the entries that the loss reads.
+
+        Raises: what `compile_ahead.compile_ahead` raises.
         """
-        if _case(given) in self._read:
-            return
+        read = self._read.get(_case(given))
+        if read is not None:
+            return given._replace(read=read)
         part = given.parts[0]
         trees = [(run.params, run.state) for run in given.runs.values()]
         inside = _is_transformed(trees, part.batch, part.weights)
         # A single stage of a single process has nothing to compile in parallel. Inside
         # a transformation stages are compiled as a part of the enclosing program.
-        if not self._sees_all or (len(given.runs) > 1 and not inside):
-            compile_ahead(given)
+        several = not self._sees_all or (len(given.runs) > 1 and not inside)
+        return given._replace(read=compile_ahead(given, several))
 
     def agreed(self, given: StepInputs) -> None:
         """Records that a call with these inputs has succeeded on all processes."""
@@ -300,8 +296,7 @@ class ScheduleExecutor:
         Raises: what `Pipeline.value_and_grad` raises.
         """
         programs, places = self._programs, self._places
-        inputs = self._inputs(channels, given, update)
-        programs.compile_ahead(inputs)
+        inputs = programs.compile_ahead(self._inputs(channels, given, update))
         # After everything that one process may refuse, because the collectives that
         # follow need all processes of a mesh.
         channels.begin()
@@ -344,7 +339,8 @@ class ScheduleExecutor:
         inputs = self._inputs(InProcessChannels(places.devices), given, update)
         found = LoweredPrograms()
         grads: dict[int, PyTree] = {}
-        for (_, j), run in rehearse(inputs, found.named).items():
+        runs, _ = rehearse(inputs, found.named)
+        for (_, j), run in runs.items():
             unrounded = update is not None and update.unrounded[j]
             # The sum over replicas, which calls for each what a step does.
             each_worker = dict.fromkeys(places.schedule.placement[j], run.partial())
@@ -428,7 +424,7 @@ class ScheduleExecutor:
             self._forward[count] = Routes(programs.wiring, places)
         routes = self._forward[count]
         inputs = programs.inputs(channels, routes, runs, parts, programs.loss)
-        programs.compile_ahead(inputs)
+        inputs = programs.compile_ahead(inputs)
         channels.begin()
         step = BatchStep(inputs, keep=outputs)
         step.run()

@@ -1,99 +1,13 @@
-"""Shape inference over a pipeline, which checks its values before the first step."""
+"""The shapes of a stage's outputs, and what is refused of them."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 
 from jdist._errors import value_error
 from jdist._tree import PyTree, type_name
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import entry_of
-from jdist.pipeline.run.stage_channels import MessageTag, Places, ValueChannels, receive
-from jdist.pipeline.stages.array_spec import describe, is_spec, specs_of
+from jdist.pipeline.stages.array_spec import describe
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import BATCH, StageWiring
-
-
-class ShapeCheck(NamedTuple):
-    """The evaluation of a pipeline on shapes alone.
-
-    Attributes:
-      wiring: The source and the consumers of every value.
-      places: The worker of each stage.
-      channels: The channels to other stages.
-      batch: A micro-batch.
-    """
-
-    wiring: StageWiring
-    places: Places
-    channels: ValueChannels
-    batch: Mapping[str, PyTree]
-
-    def run(
-        self, loss: PipelineLoss, trees: Mapping[int, tuple[PyTree, PyTree]]
-    ) -> tuple[str, ...]:
-        """Evaluates the stages of this process and the loss, in order.
-
-        Every worker checks its own stages and sends their output shapes to the
-        consumers.
-
-        Args:
-          loss: The loss function.
-          trees: Parameters and state of each stage of this process.
-
-        Returns:
-          The entries of the batch that the loss reads; empty where it does not run.
-
-        Raises:
-          ValueError: A value is neither an output of a stage nor in the batch; a stage
-            cannot take its inputs, or returns another number of values than it names.
-        """
-        places = self.places
-        for number, stage in enumerate(self.wiring.stages):
-            # Micro-batch 0 represents all of them; of a stage's replicas only the
-            # worker that runs it checks.
-            worker = places.worker(number, 0)
-            if worker not in places.own:
-                continue
-            returned = outputs_of(number, stage, trees[number], self._given(number))
-            for name, value in stage.named(returned).items():
-                # `ArraySpec` in place of `ShapeDtypeStruct`, which rpc does not send.
-                packed = specs_of(value)
-                for taker in self.wiring.consumers[number][name]:
-                    tag = MessageTag("S", 0, name, taker, worker)
-                    self.channels.put(tag, places.worker(taker, 0), packed)
-        return self._read(loss)
-
-    def _read(self, loss: PipelineLoss) -> tuple[str, ...]:
-        """The entries that the loss reads, on all workers of the last stage."""
-        places, last = self.places, self.places.schedule.placement[-1]
-        first = places.worker(places.loss, 0)
-        tag = MessageTag("S", 0, "", places.loss, first)
-        if first in places.own:
-            # Traced on one worker: the result is the same on all.
-            read = loss.entries_read(self._given(places.loss), self.batch)
-            for worker in last:
-                self.channels.put(tag, worker, read)
-        read = ()
-        for worker in last:
-            if worker in places.own:
-                read = tuple(receive(self.channels, tag, worker, "shapes"))
-        return read
-
-    def _given(self, number: int) -> dict[str, PyTree]:
-        """The shapes of the inputs of a stage, or of the loss."""
-        places = self.places
-        taker = "the loss" if number == places.loss else f"stage {number}"
-        worker, found = places.worker(number, 0), {}
-        for name, source in self.wiring.source[number].items():
-            if source == BATCH:
-                found[name] = entry_of(self.batch, name, taker)
-                continue
-            tag = MessageTag("S", 0, name, number, places.worker(source, 0))
-            packed = receive(self.channels, tag, worker, f"shapes of {name!r}")
-            found[name] = jax.tree.map(lambda s: s.struct, packed, is_leaf=is_spec)
-        return found
 
 
 def outputs_of(

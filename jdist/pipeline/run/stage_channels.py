@@ -99,9 +99,9 @@ class MessageTag(NamedTuple):
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
-        the first step), "G" for a replica's gradient, "S" for shapes, "T" for the
-        gradient of a tied parameter, "C" for a stage sent to the process that saves it;
-        "V" for the vote of a worker, "D" for the decision.
+        the first step), "G" for a replica's gradient, "T" for the gradient of a tied
+        parameter, "C" for a stage sent to the process that saves it; "V" for the vote
+        of a worker, "D" for the decision.
       micro_batch: Number of the micro-batch; -1 for a message of no micro-batch. For
         "G" number of the bucket; in an epoch of the update. For "V" and "D" 0 at the
         beginning of the call, 1 at its end.

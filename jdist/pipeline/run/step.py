@@ -47,7 +47,7 @@ class StepInputs(NamedTuple):
       runs: The stages of this process, by worker and stage.
       channels: The channels to other stages.
       loss: The loss function; it runs where the last stage runs.
-      read: The entries of the batch that the loss reads.
+      read: The entries of the batch that the loss reads, once they are known.
       parts: The micro-batches.
       signature: Shapes and dtypes of all inputs, if this process sees all of them;
         else None.
@@ -91,13 +91,14 @@ class Routes:
       places: The worker of each stage and micro-batch, and its device.
 
     Attributes:
+      wiring: As above.
       places: As above.
       of: The route of an action. With the number of stages for its stage and "F" for
         its kind it is the loss of a micro-batch and the gradient of this loss.
     """
 
     def __init__(self, wiring: StageWiring, places: Places) -> None:
-        self._wiring = wiring
+        self.wiring = wiring
         self.places = places
         # All actions of a schedule and its losses: an epoch's have no limit.
         most = len(places.schedule.columns) + places.schedule.micro_batches
@@ -114,7 +115,7 @@ class Routes:
         if kind == "W":
             return Route([], [], [], [])
         if kind == "B":
-            consumers = self._wiring.consumers[stage].items()
+            consumers = self.wiring.consumers[stage].items()
             taken = [
                 MessageTag("B", micro, name, taker, self.places.worker(taker, micro))
                 for name, takers in consumers
@@ -125,13 +126,13 @@ class Routes:
         # The loss follows the last stage at once. Without the outputs of this stage,
         # which its pass produces.
         if stage == loss - 1:
-            own = self._wiring.consumers[stage]
+            own = self.wiring.consumers[stage]
             others = self._inputs(loss, micro)
             awaited = [*taken, *(tag for tag in others if tag.name not in own)]
         # One message for each consumer, because they may be on several workers.
         sent = [
             self._message("F", micro, name, stage, taker)
-            for name, takers in self._wiring.consumers[stage].items()
+            for name, takers in self.wiring.consumers[stage].items()
             for taker in takers
         ]
         return Route(awaited, taken, self._entries(stage), sent)
@@ -140,12 +141,12 @@ class Routes:
         """Tags of the values that a stage or the loss takes from stages."""
         return [
             MessageTag("F", micro, name, stage, self.places.worker(source, micro))
-            for name, source in self._wiring.source[stage].items()
+            for name, source in self.wiring.source[stage].items()
             if source != BATCH
         ]
 
     def _entries(self, stage: int) -> Sequence[str]:
-        source = self._wiring.source[stage].items()
+        source = self.wiring.source[stage].items()
         return [name for name, where in source if where == BATCH]
 
     def _cotangents(self, taker: int, micro: int) -> Sequence[RoutedMessage]:
@@ -153,7 +154,7 @@ class Routes:
         # Entries of the batch have no stage that takes their cotangents.
         return [
             self._message("B", micro, name, taker, source)
-            for name, source in self._wiring.source[taker].items()
+            for name, source in self.wiring.source[taker].items()
             if source != BATCH
         ]
 

@@ -867,7 +867,7 @@ def _tag(kind: str, commit: int, sender: int) -> MessageTag:
 _MOMENTS = "the beginning of the call", "the end of the call"
 """What is waited for in each commit."""
 
-_KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}
+_KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient"}
 _KINDS |= {
     "f": "the shapes of an output",
     "b": "the shapes of a cotangent",

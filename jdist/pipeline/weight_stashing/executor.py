@@ -87,7 +87,8 @@ class EpochExecutor(ScheduleExecutor):
             fn = self._update_in_backward(j)
             if fn is not None:
                 run.update = UpdateInBackward(fn, update.opt_states[j], run.params)
-        for (_, j), run in rehearse(inputs, found.named).items():
+        runs, _ = rehearse(inputs, found.named)
+        for (_, j), run in runs.items():
             if run.update is not None:
                 continue  # The backward pass includes the update.
             workers, opt_state = places.schedule.placement[j], update.opt_states[j]
@@ -175,7 +176,7 @@ class EpochExecutor(ScheduleExecutor):
         # Without these references the initial arrays are freed during the epoch, unless
         # the caller keeps them.
         del state, given, part
-        programs.compile_ahead(first)
+        first = programs.compile_ahead(first)
         # Read by all processes, for shapes and identity; some have no pass for it.
         if not self._takes(0):
             stream.forget(0)
