@@ -490,16 +490,17 @@ class WorkerChannels:
         # The timeout bounds idleness and not work: a worker at work may be compiling,
         # for a time that has no bound.
         began = time.monotonic()
-        until = began + self._timeout if self._timeout else None
+        until = began + (self._timeout or math.inf)
         with self._mailbox.resting(self._address):
-            while not self._arrives(waiting, until, began + _PATIENCE):
-                if until is not None and time.monotonic() >= until:
+            announce = math.inf if self._announced else began + _PATIENCE
+            while not self._arrives(waiting, min(until, announce)):
+                if time.monotonic() >= until:
                     until = self._prolonged(waiting)
                 else:
                     # Two workers in different calls may wait for each other without
                     # having sent a message that would show the mismatch.
                     self._ask_others(_RESTED, self._address)
-                self._announced = True
+                self._announced, announce = True, math.inf
 
     def _prolonged(self, waiting: Mapping[MessageTag, object]) -> float:
         """The next deadline, after the timeout has passed.
@@ -511,7 +512,7 @@ class WorkerChannels:
         rested = min((each for each in told.values() if each is not None), default=None)
         if rested is None or rested >= self._timeout:
             # A value may have arrived while the others were asked.
-            if not self._arrives(waiting, 0.0, 0.0):
+            if not self._arrives(waiting, 0.0):
                 raise RpcTimeout(self._late(waiting, told))
             return time.monotonic()
         working = [repr(name) for name, each in told.items() if each == 0.0]
@@ -540,19 +541,15 @@ class WorkerChannels:
                 continue
         return told
 
-    def _arrives(
-        self, waiting: Mapping[MessageTag, object], until: float | None, announce: float
-    ) -> bool:
+    def _arrives(self, waiting: Mapping[MessageTag, object], until: float) -> bool:
         """Waits for a value until a deadline; whether one of them has arrived."""
-        moments = [until] if self._announced else [until, announce]
-        end = min((at for at in moments if at is not None), default=None)
         with self._mailbox.lock:
             while not any(self.has(tag, self._own) for tag in waiting):
                 self._check()
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
+                left = until - time.monotonic()
+                if left <= 0:
                     return False
-                self._mailbox.changed.wait(left)
+                self._mailbox.changed.wait(min(left, threading.TIMEOUT_MAX))
         return True
 
     def _others(self) -> list[int]:
