@@ -97,27 +97,34 @@ class OneProgramExecutor(ScheduleExecutor):
         first, self._block, _ = parts_of(wiring.stages[0])
         *_, last = parts_of(wiring.stages[-1])
         self._first, self._last = first, last
-        self._compiled = self._block.compiled(frozenset(), "SPMD")
-        self._ends = Ends(
-            None
-            if first is None
-            else first.compiled(frozenset(first.inputs), "SPMD, first"),
-            None if last is None else last.compiled(frozenset(), "SPMD, last"),
-        )
         # Shapes of the first and the last stage's parameters in other processes.
         self._elsewhere: dict[int, PyTree] = {}
-        self._mesh, self._axis = mesh, axis
-        self._loss = programs.loss
-        self._with_square = with_square
-        self._table = tabulate(places.schedule, overlap)
+        self._mesh, self._loss = mesh, programs.loss
         self._spread = Spread(places, mesh, axis)
+        chains = [stage.fn for stage in (wiring.stages[0], wiring.stages[-1])]
+        several = len(mesh.axis_names) > 1
+        self._model = Model(
+            tabulate(places.schedule, overlap),
+            self._block.compiled(frozenset(), "SPMD"),
+            Ends(
+                first and first.compiled(frozenset(first.inputs), "SPMD, first"),
+                last and last.compiled(frozenset(), "SPMD, last"),
+            ),
+            Ends(*(fn if isinstance(fn, Chain) else None for fn in chains)),
+            tuple(wiring.stages[-1].outputs),
+            self._loss.gradient_kind,
+            axis,
+            self._block.keyed,
+            with_square,
+            PartitionSpec(*tuple(self._spread.rows)[1:]) if several else None,
+        )
         self._by_signature: dict[Any, _Program] = {}
 
     def check_functions(self) -> None:
         """See `ScheduleExecutor`."""
         # The others are not traced, and may have changed apart.
         check_stages(self._wiring)
-        for part in (self._compiled, *self._ends):
+        for part in (self._model.segment, *self._model.ends):
             if part is not None:
                 part.check()
         super().check_functions()
@@ -144,7 +151,7 @@ class OneProgramExecutor(ScheduleExecutor):
         found: list[PyTree] = [None] * len(self._stages)
         stats = GradientStats(_here(square), None)
         for rank in self._places.own:
-            for chunk, stage in enumerate(self._table.stages[rank]):
+            for chunk, stage in enumerate(self._model.table.stages[rank]):
                 own = self._gradient_of(int(stage), rank, grads[chunk], ends, program)
                 own = own if masters[stage] else rounded(own, program.shapes[stage])
                 found[stage] = own
@@ -234,7 +241,7 @@ class OneProgramExecutor(ScheduleExecutor):
         # At every step, not only for new shapes: they may be new to one process alone,
         # which would then wait for the others.
         if abstract:
-            spread = Spread(self._places, self._mesh, self._axis, abstract=True)
+            spread = Spread(self._places, self._mesh, self._model.axis, abstract=True)
             own = dict(enumerate(given.params))
         else:
             spread, own = self._spread, self._resident(given.params)
@@ -248,7 +255,7 @@ class OneProgramExecutor(ScheduleExecutor):
             jax.tree.map(
                 lambda *parts: spread.together(parts), *[blocks[int(j)] for j in chunk]
             )
-            for chunk in self._table.stages[self._places.own].T
+            for chunk in self._model.table.stages[self._places.own].T
         ]
         at_ends = [
             jax.tree.map(lambda x, j=j: self._at_end(x, j, spread), tree)
@@ -286,7 +293,7 @@ class OneProgramExecutor(ScheduleExecutor):
         each = {j: taken_apart(self._stages[j], tree) for j, tree in own.items()}
         found = []
         for stage, name in ((0, "first"), (len(self._stages) - 1, "last")):
-            if getattr(self._ends, name) is not None and stage not in each:
+            if getattr(self._model.ends, name) is not None and stage not in each:
                 rule = f"must have had the parameters of stage {stage} once, in each "
                 rule += f"process, where a stage has an end (`{name}=` of `with_ends`)"
                 remedy = "Give `Pipeline.init` or `Pipeline.place` those of all stages."
@@ -340,8 +347,13 @@ class OneProgramExecutor(ScheduleExecutor):
         passes = self._loss.passes(lot, read)
         rows = jax.ShapeDtypeStruct(cut.weights.shape[1:], cut.weights.dtype)
         given = outputs, {name: lot[name] for name in read}, rows
-        model = self._model(ends, passes, key, unrounded)
-        model = model._replace(whole_at_loss=self._is_whole_at(passes, given))
+        model = self._model._replace(
+            tied=shared_leaves(self._first, self._last, (ends.first, ends.last)),
+            loss=passes,
+            key=specs_of(key),
+            unrounded=unrounded,
+            whole_at_loss=self._is_whole_at(passes, given),
+        )
 
         def on_device(params: Sequence[PyTree], tails: Ends, feed: Feed) -> PyTree:
             given = [_like(tree, blocks[number]) for tree in params]
@@ -351,13 +363,13 @@ class OneProgramExecutor(ScheduleExecutor):
             grads, at_ends = jax.tree.map(jnp.atleast_1d, (grads, at_ends))
             return loss, grads, at_ends, square
 
-        each, same = PartitionSpec(self._axis), PartitionSpec()
+        each, same = PartitionSpec(self._model.axis), PartitionSpec()
         mapped = map_shards(
             on_device,
             self._mesh,
             (each, each, each),
             (same, each, each, same),
-            self._axis,
+            self._model.axis,
         )
         # Without these the compiler would choose how gradients are sharded over further
         # axes.
@@ -366,14 +378,16 @@ class OneProgramExecutor(ScheduleExecutor):
             lambda x: self._spread.sharding(spec_of(x)), floating
         )
         whole = NamedSharding(self._mesh, same)
-        placed = whole, [laid] * self._table.stages.shape[1], tails, whole
+        placed = whole, [laid] * self._model.table.stages.shape[1], tails, whole
         return _Program(read, shapes, jax.jit(mapped, out_shardings=placed))
 
     def _is_whole_at(
         self, passes: LossPasses, given: tuple[PyTree, PyTree, PyTree]
     ) -> bool:
         """Whether the inputs of the loss must be sharded by rows alone."""
-        further = [n for name, n in self._mesh.shape.items() if name != self._axis]
+        further = [
+            n for name, n in self._mesh.shape.items() if name != self._model.axis
+        ]
         if sum(n > 1 for n in further) < 2:
             return False
         # XLA aborts the process (a failed check in `spmd_partitioner_util.cc`, 0.10.2)
@@ -396,31 +410,6 @@ class OneProgramExecutor(ScheduleExecutor):
         made = outputs_of(count - 1, last, (ends.last, None), made)
         call = "Pipeline(last=...)"
         return value, outputs_by_name(call, last.outputs, made)
-
-    def _model(
-        self, ends: Ends, loss: LossPasses, key: PyTree, unrounded: bool
-    ) -> Model:
-        chains = [stage.fn for stage in (self._stages[0], self._stages[-1])]
-        tied = shared_leaves(self._first, self._last, (ends.first, ends.last))
-        rows = None
-        if len(self._mesh.axis_names) > 1:
-            rows = PartitionSpec(*tuple(self._spread.rows)[1:])
-        return Model(
-            self._table,
-            self._compiled,
-            self._ends,
-            Ends(*(fn if isinstance(fn, Chain) else None for fn in chains)),
-            tied,
-            loss,
-            tuple(self._stages[-1].outputs),
-            self._loss.gradient_kind,
-            self._axis,
-            specs_of(key),
-            self._block.keyed,
-            self._with_square,
-            unrounded,
-            rows,
-        )
 
     def _agree(
         self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, key: PyTree

@@ -102,35 +102,37 @@ class Model(NamedTuple):
       segment: The segment of every stage.
       ends: The segments before and after them.
       chains: The first and the last stage with their ends, which derive keys.
-      tied: Pairs of leaf numbers of both ends that are one parameter.
-      loss: The passes of the loss, given the outputs by name.
       names: Names of the outputs.
       kind: The reduction by which gradients are joined; see `PipelineLoss`.
       axis: The mesh's axis of workers.
-      key: Shape and dtype of the call's PRNG key; None if it takes none.
       keyed: Whether the stages themselves take keys.
       with_square: Whether to compute |g|^2 over all stages.
-      unrounded: Whether gradients stay in the precision of their sums, for masters.
       rows: Sharding of values between stages over further axes of the mesh, by rows. If
         there are such axes, all workers do an action that one of them does. None: there
         are none.
-      whole_at_loss: Whether the inputs of the loss are constrained to that sharding.
+      tied: Pairs of leaf numbers of both ends that are one parameter. It and the
+        following ones are those of batches and parameters of some shapes.
+      loss: The passes of the loss, given the outputs by name.
+      key: Shape and dtype of the call's PRNG key; None if it takes none.
+      unrounded: Whether gradients stay in the precision of their sums, for masters.
+      whole_at_loss: Whether the inputs of the loss are constrained to be sharded by
+        rows.
     """
 
     table: Table
     segment: Segment
     ends: Ends
     chains: Ends
-    tied: tuple[tuple[int, int], ...]
-    loss: LossPasses
     names: tuple[str, ...]
     kind: str
     axis: str
-    key: ArraySpec | None
     keyed: bool
     with_square: bool
+    rows: PartitionSpec | None
+    tied: tuple[tuple[int, int], ...] = ()
+    loss: LossPasses | None = None
+    key: ArraySpec | None = None
     unrounded: bool = False
-    rows: PartitionSpec | None = None
     whole_at_loss: bool = False
 
     def laid(self, value: PyTree) -> PyTree:
@@ -479,14 +481,16 @@ class _Device:
         """The losses, the cotangent of the last stage's output, and the gradient of the
         function after it."""
         names, last, own = self._model.names, self._model.ends.last, self._ends.last
+        passes = self._model.loss
+        assert passes is not None
         entries, weights = take((self._feed.entries, self._feed.weights), micro_batch)
 
         def both(values: PyTree) -> PyTree:
             if not self._model.whole_at_loss:
-                return self._model.loss.both(values, entries, weights)
+                return passes.both(values, entries, weights)
             # Before and after the loss: XLA propagates shardings in both directions.
             values = self._model.laid(values)
-            found, d_values, aux = self._model.loss.both(values, entries, weights)
+            found, d_values, aux = passes.both(values, entries, weights)
             return found, self._model.laid(d_values), aux
 
         if last is None:
