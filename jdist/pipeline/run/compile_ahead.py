@@ -138,8 +138,7 @@ class _Rehearsal(Step):
             self._read = self._loss.entries_read(shapes, self._parts[micro].batch)
         else:
             run = self._runs[worker, stage]
-            checked = self._routes.wiring.stages[stage]
-            outputs_of(stage, checked, (run.params, run.state), shapes)
+            outputs_of(stage, run.stage, (run.params, run.state), shapes)
         return inputs
 
     def _passed_back(self, worker: int, stage: int) -> None:

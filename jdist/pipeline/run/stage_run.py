@@ -8,6 +8,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import jax
@@ -51,6 +52,7 @@ class UpdateInBackward(NamedTuple):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class StageRun:
     """The passes of one stage, and the gradient that they accumulate.
 
@@ -66,36 +68,26 @@ class StageRun:
       single: Whether its gradient is that of a single micro-batch.
 
     Attributes:
-      params: The argument of the same name.
-      kind: The argument of the same name.
       state: The state after the last forward pass.
       update: An update that the next backward pass makes in place of adding its
         gradient to the sum; or None.
       updated: The return value of that update.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        compiled: Segment,
-        params: PyTree,
-        state: PyTree,
-        key: jax.Array | None,
-        kind: str,
-        single: bool = False,
-    ) -> None:
-        self.params = params
-        self.state = state
+    stage: Stage
+    compiled: Segment
+    params: PyTree
+    state: PyTree
+    key: jax.Array | None
+    kind: str
+    single: bool = False
+
+    def __post_init__(self) -> None:
+        """Begins without residuals and without a gradient."""
         self.update: UpdateInBackward | None = None
         self.updated: PyTree = None
-        self._stage = stage
-        self._compiled = compiled
-        self._key = key
-        self.kind = kind
-        self._single = single
         self._invoke: Invoke = operator.call
-        self._on_mesh = on_mesh(state)
-        self._add = _ADD[kind]
+        self._on_mesh = on_mesh(self.state)
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[PyTree, MicroBatchShare]] = {}
@@ -108,7 +100,7 @@ class StageRun:
           invoke: See `Segment.through`; its return values take the place of arrays.
         """
         made = copy.copy(self)
-        made._compiled = self._compiled.through(invoke)
+        made.compiled = self.compiled.through(invoke)
         made._invoke = invoke
         made._residuals, made._rests, made._partial = {}, {}, None
         return made
@@ -142,7 +134,7 @@ class StageRun:
         """Runs the forward pass of a micro-batch; returns its outputs by name."""
         given = self._given(micro, inputs)
         # The state goes from micro-batch to micro-batch, in the schedule's order.
-        (returned, state), residuals = self._compiled.forward(*given)
+        (returned, state), residuals = self.compiled.forward(*given)
         # On a mesh the compiler chooses the sharding of results; a state with another
         # sharding would make the next pass compile again.
         self.state = laid_like(state, self.state) if self._on_mesh else state
@@ -156,19 +148,19 @@ class StageRun:
 
     def outputs(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Runs a forward pass without a backward pass; returns its outputs by name."""
-        returned, _ = self._compiled.outputs(*self._given(micro, inputs))
-        return self._stage.named(returned)
+        returned, _ = self.compiled.outputs(*self._given(micro, inputs))
+        return self.stage.named(returned)
 
     def _given(self, micro: int, inputs: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments of the segment."""
         key = None
-        if self._key is not None:
-            key = self._invoke(fold, self._key, micro)
-        values = tuple([inputs[name] for name in self._stage.inputs])
+        if self.key is not None:
+            key = self._invoke(fold, self.key, micro)
+        values = tuple([inputs[name] for name in self.stage.inputs])
         return self.params, self.state, values, key
 
     def _named(self, returned: PyTree) -> dict[str, PyTree]:
-        names = self._stage.outputs
+        names = self.stage.outputs
         # The rehearsal has checked their number.
         return dict(
             zip(names, [returned] if len(names) == 1 else returned, strict=True)
@@ -196,7 +188,7 @@ class StageRun:
         # free once the pass is done.
         residuals = self._residuals.pop(micro)
         d_outputs = self._cotangent(cotangents)
-        passes, given = self._compiled, (self.params, residuals, d_outputs)
+        passes, given = self.compiled, (self.params, residuals, d_outputs)
         if self.update is not None:
             fn, opt_state, params = self.update
             step = Fold(fn, opt_state, (params, share))
@@ -206,7 +198,7 @@ class StageRun:
         # will be.
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
-        add = Fold(self._add, self._partial, share)
+        add = Fold(_ADD[self.kind], self._partial, share)
         # The previous stage gets its cotangent before the weight gradient is computed.
         if split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
@@ -217,13 +209,13 @@ class StageRun:
 
     def _by_input(self, d_inputs: PyTree) -> dict[str, PyTree]:
         if d_inputs is None:
-            return dict.fromkeys(self._stage.inputs)
-        return dict(zip(self._stage.inputs, d_inputs, strict=True))
+            return dict.fromkeys(self.stage.inputs)
+        return dict(zip(self.stage.inputs, d_inputs, strict=True))
 
     def _begun(self, share: MicroBatchShare, d_outputs: PyTree) -> Partial | None:
         """The zero that gradients are added to; None for a single micro-batch."""
         # A sum of one term needs no zero, and no pass over memory for it.
-        if self._single:
+        if self.single:
             return None
         structure: Any
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
@@ -239,8 +231,8 @@ class StageRun:
     def backward_params(self, micro: int) -> None:
         """Runs the second half of a split backward pass: the weight gradient."""
         rest, share = self._rests.pop(micro)
-        add = Fold(self._add, self._partial, share)
-        self._partial = self._compiled.backward_params(rest, fold=add)
+        add = Fold(_ADD[self.kind], self._partial, share)
+        self._partial = self.compiled.backward_params(rest, fold=add)
 
     def joined(self, found: Mapping[int, Partial]) -> Partial:
         """Joins the partials of several workers, which are given by rank."""
@@ -274,7 +266,7 @@ class StageRun:
         return self._partial
 
     def _cotangent(self, cotangents: Mapping[str, PyTree]) -> PyTree:
-        names = self._stage.outputs
+        names = self.stage.outputs
         if len(names) == 1:
             return cotangents[names[0]], None
         return self._returns([cotangents[name] for name in names]), None
