@@ -513,7 +513,7 @@ class Pipeline:
             params, kept = list(state.params), list(state.opt_states)
             made_of = self._optimizers, params, kept, self._max_norm, overrides
             invoke = pacing(self._places.devices, channels.computed)
-            update = StageUpdates(*made_of).through(invoke)
+            update = StageUpdates(*made_of, invoke)
             given = self._inputs(params, batch, weights, state.states, own, step)
             found = self.executor.gradient(channels, given, update, self.action_timer)
             norm = None

@@ -16,6 +16,7 @@ import copy
 import functools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import jax
@@ -96,6 +97,7 @@ class StepResult(NamedTuple):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class StageUpdates:
     """The updates of one step, with the parameters and states that they start from.
 
@@ -105,41 +107,37 @@ class StageUpdates:
       opt_states: The optimizer states, likewise.
       max_norm: Bound of the norm over all stages; None for no clipping.
       overrides: Values of hyperparameters for this step.
+      invoke: Calls compiled functions; see `Segment.through`.
 
     Attributes:
       loss_scale: The loss scaling of all stages; None without one.
       unrounded: By stage, whether its gradient is for master weights, which take the
         sum unrounded.
-      opt_states: The argument of the same name.
 
     Raises:
       ValueError: A number breaks its rule.
       TypeError: An override is no numeric hyperparameter of one of the optimizers.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        params: Sequence[PyTree],
-        opt_states: Sequence[PyTree],
-        max_norm: float | None,
-        overrides: Mapping[str, PyTree],
-    ) -> None:
-        self.loss_scale = loss_scale_of(optimizers)
-        self.unrounded = [optimizer.precision is not None for optimizer in optimizers]
-        self._optimizers = optimizers
-        self._params = params
-        self.opt_states = opt_states
-        self._max_norm = max_norm
-        self._invoke: Invoke = operator.call
+    optimizers: Sequence[Optimizer]
+    params: Sequence[PyTree]
+    opt_states: Sequence[PyTree]
+    max_norm: float | None
+    overrides: Mapping[str, PyTree]
+    invoke: Invoke = operator.call
+
+    def __post_init__(self) -> None:
+        """Checks the optimizers and the overrides."""
+        self.loss_scale = loss_scale_of(self.optimizers)
+        self.unrounded = [one.precision is not None for one in self.optimizers]
         # Checked before any stage computes, so that all of them refuse, or none.
-        for one in optimizers if overrides else ():
-            check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
+        for one in self.optimizers if self.overrides else ():
+            check_overrides(f"{one.name}.step", one.hyperparameters, self.overrides)
         # On the host: an array on one stage's device could not enter the update of
         # another stage, on another device.
-        self._overrides = {
+        self.overrides = {
             name: np.asarray(number) if isinstance(number, jax.Array) else number
-            for name, number in overrides.items()
+            for name, number in self.overrides.items()
         }
 
     def through(self, invoke: Invoke) -> "StageUpdates":
@@ -149,20 +147,20 @@ class StageUpdates:
           invoke: See `Segment.through`.
         """
         made = copy.copy(self)
-        made._invoke = invoke
+        made.invoke = invoke
         return made
 
     @property
     def settings(self) -> dict[str, str]:
         """The overrides of this step as text, which must be equal on all workers."""
         return {
-            name: str(np.asarray(number)) for name, number in self._overrides.items()
+            name: str(np.asarray(number)) for name, number in self.overrides.items()
         }
 
     @property
     def together(self) -> bool:
         """Whether an update depends on the gradients of other stages."""
-        return self._max_norm is not None or self.loss_scale is not None
+        return self.max_norm is not None or self.loss_scale is not None
 
     def stats(self, stage: int, grads: PyTree, counted: PyTree) -> GradientStats:
         """The statistics of one stage's gradient, for all stages.
@@ -173,11 +171,11 @@ class StageUpdates:
           counted: The leaves of it that count for the norm.
         """
         return GradientStats(
-            None if self._max_norm is None else self._invoke(square_of, counted),
+            None if self.max_norm is None else self.invoke(square_of, counted),
             None
             if self.loss_scale is None
-            else self._invoke(
-                _all_finite, self._params[stage], grads, self.opt_states[stage]
+            else self.invoke(
+                _all_finite, self.params[stage], grads, self.opt_states[stage]
             ),
         )
 
@@ -217,7 +215,7 @@ class StageUpdates:
           The parameters, the optimizer's state, and the norm without the loss scale.
         """
         found: tuple[PyTree, PyTree, jax.Array | None]
-        found = self._invoke(_update, *self._given(stage, grads, stats))
+        found = self.invoke(_update, *self._given(stage, grads, stats))
         return found
 
     def _given(
@@ -225,13 +223,13 @@ class StageUpdates:
     ) -> tuple[PyTree, ...]:
         """The arguments of `_update`."""
         return (
-            self._optimizers[stage],
-            self._params[stage],
+            self.optimizers[stage],
+            self.params[stage],
             grads,
             self.opt_states[stage],
             stats,
-            self._max_norm,
-            self._overrides,
+            self.max_norm,
+            self.overrides,
         )
 
 
