@@ -191,7 +191,6 @@ class _ShapeChannels:
     """
 
     def __init__(self, channels: ValueChannels, places: Places) -> None:
-        self.number = channels.number
         self._channels = channels
         self._places = places
         self._received: list[tuple[MessageTag, int, PyTree]] = []
@@ -229,7 +228,7 @@ class _ShapeChannels:
 
     def replayed(self) -> ValueChannels:
         """Channels that hold all messages received from other processes."""
-        channels = InProcessChannels(self._places.devices, self.number)
+        channels = InProcessChannels(self._places.devices)
         for message in self._received:
             channels.put(*message)
         return channels

@@ -7,7 +7,6 @@ is a message (`worker_channels`).
 """
 
 import contextlib
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,13 +118,7 @@ class MessageTag(NamedTuple):
 
 
 class ValueChannels(Protocol):
-    """Point-to-point channels for the values of one call.
-
-    Attributes:
-      number: Number of the call, counted alike by all workers.
-    """
-
-    number: int
+    """Point-to-point channels for the values of one call."""
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """Sends a value to a worker; does not wait for its arrival."""
@@ -217,17 +210,10 @@ class InProcessChannels:
 
     Args:
       devices: Device or mesh of each worker.
-      number: See `StageChannels`.
       mesh: Mesh of a single SPMD program, if several processes have its devices.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Place] = (),
-        number: int = 0,
-        mesh: Mesh | None = None,
-    ) -> None:
-        self.number = number
+    def __init__(self, devices: Sequence[Place], mesh: Mesh | None = None) -> None:
         self._mesh = mesh
         self.parts = common_parts(devices)
         self.failed = False
@@ -312,7 +298,6 @@ class Communicator(ABC):
     def __init__(self, places: Places) -> None:
         self.places = places
         self.last: StageChannels | None = None
-        self._calls = itertools.count()
 
     @abstractmethod
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
@@ -368,6 +353,5 @@ class LocalCommunicator(Communicator):
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
-        made_of = self.places.devices, next(self._calls), self._mesh
-        self.last = InProcessChannels(*made_of)
+        self.last = InProcessChannels(self.places.devices, self._mesh)
         return ending(self.last)

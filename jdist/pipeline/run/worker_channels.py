@@ -369,13 +369,12 @@ class WorkerChannels:
         place: Place,
         parts: int,
     ) -> None:
-        self.number = address[1]
         self.parts = parts
         self.failed = self.begun = False
         self._agent = agent
         self._members, self._names = members, members.names
         self._own, self._leader = members.own, members.leader
-        self._address = address
+        self._address, self._number = address, address[1]
         self._identity = CallIdentity(kind)
         self._meta = {_IDENTITY: self._identity.plain()}
         self._voted = self._over = self._announced = False
@@ -383,7 +382,7 @@ class WorkerChannels:
         # 0 is no limit.
         self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
         self._mailbox = mailbox_of(agent)
-        self._mailbox.under_way[address[0]] = self.number, None
+        self._mailbox.under_way[address[0]] = self._number, None
         with self._mailbox.lock:
             self._record = self._mailbox.calls[address]
         self._place = place
@@ -396,7 +395,7 @@ class WorkerChannels:
 
     @property
     def _operation(self) -> str:
-        return f"{self._identity.kind}, call {self.number} of a pipeline"
+        return f"{self._identity.kind}, call {self._number} of a pipeline"
 
     def identify(self, given: CallArguments) -> None:
         """See `StageChannels`."""
@@ -682,7 +681,7 @@ class WorkerChannels:
             self._check()
             # Under one lock with the check: a request to give up finds a decision, or
             # prevents it.
-            self._mailbox.decisions[self._address[0]] = (self.number, commit), told
+            self._mailbox.decisions[self._address[0]] = (self._number, commit), told
             self._over = True
         for rank in self._others():
             self._put(_tag("D", commit, self._own), rank, told)
@@ -779,6 +778,7 @@ class WorkerCommunicator(Communicator):
         self._members = members
         self._about = about
         self._pipeline = mailbox_of(agent).new_pipeline(members.names)
+        self._calls = itertools.count()
         self._data_axis = data_axis
         self._parts: int | None = None  # Known once all workers have met.
 
