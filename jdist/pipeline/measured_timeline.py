@@ -61,12 +61,12 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         remedy = "One program does all actions: profile it with jax.profiler."
         raise value_error("timed(pipe)", rule, "a mesh", remedy)
     pipe.action_timer = watch = ActionTimer()
-    before = pipe.communicator.last
+    before = pipe.communicator.failure
     try:
         result = step()
     except BaseException:
-        last = pipe.communicator.last
-        if last is not before and last is not None and last.failed:
+        failure = pipe.communicator.failure
+        if failure is not None and failure is not before:
             raise  # A call that failed has failed on all workers.
         # The other workers are in a call, or wait below: an empty call that fails here
         # fails on all of them.

@@ -145,11 +145,9 @@ class StageChannels(ValueChannels, Protocol):
 
     Attributes:
       parts: The smallest number of rows that the meshes of all workers can split.
-      failed: Whether the call has ended with an error.
     """
 
     parts: int
-    failed: bool
 
     def identify(self, given: CallArguments) -> None:
         """Sets the identity of the call, after its checks and before any value is sent.
@@ -216,7 +214,6 @@ class InProcessChannels:
     def __init__(self, devices: Sequence[Place], mesh: Mesh | None = None) -> None:
         self._mesh = mesh
         self.parts = common_parts(devices)
-        self.failed = False
         self._devices = devices
         self._arrived: dict[tuple[MessageTag, int], Any] = {}
 
@@ -264,21 +261,8 @@ class InProcessChannels:
 
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""
-        self.failed = error is not None
         # After an error values without a consumer are left, whose memory must be freed.
         self._arrived.clear()
-
-
-@contextlib.contextmanager
-def ending(channels: StageChannels) -> Iterator[StageChannels]:
-    """Ends a call with the error of the block, if it raises one."""
-    try:
-        yield channels
-    # Also on Ctrl-C, or the other workers would wait for this one.
-    except BaseException as error:
-        channels.end(error)
-        raise
-    channels.end(None)
 
 
 class Communicator(ABC):
@@ -290,14 +274,28 @@ class Communicator(ABC):
     Attributes:
       places: As above.
       sees_all: Whether all workers are in this process.
-      last: The channels of the last call.
+      failure: Stands for the failure of the last call; None if it has not failed.
     """
 
     sees_all: bool
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self.last: StageChannels | None = None
+        self.failure: object | None = None
+
+    @contextlib.contextmanager
+    def ending(self, channels: StageChannels) -> Iterator[StageChannels]:
+        """Ends a call with the error of the block, if it raises one."""
+        try:
+            yield channels
+        # Also on Ctrl-C, or the other workers would wait for this one.
+        except BaseException as error:
+            # Not the error, whose traceback would keep arrays in memory.
+            self.failure = object()
+            channels.end(error)
+            raise
+        self.failure = None
+        channels.end(None)
 
     @abstractmethod
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
@@ -353,5 +351,4 @@ class LocalCommunicator(Communicator):
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
-        self.last = InProcessChannels(self.places.devices, self._mesh)
-        return ending(self.last)
+        return self.ending(InProcessChannels(self.places.devices, self._mesh))

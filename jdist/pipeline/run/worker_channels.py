@@ -57,7 +57,6 @@ from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
     StageChannels,
-    ending,
     receive,
 )
 from jdist.pipeline.schedule.schedule import Schedule
@@ -370,7 +369,7 @@ class WorkerChannels:
         parts: int,
     ) -> None:
         self.parts = parts
-        self.failed = self.begun = False
+        self.begun = False
         self._agent = agent
         self._members, self._names = members, members.names
         self._own, self._leader = members.own, members.leader
@@ -728,7 +727,6 @@ class WorkerChannels:
 
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""
-        self.failed = error is not None
         failure = self._record.failure
         # A failure that came from another worker was sent to all by that worker.
         known = failure is not None and failure.told and failure.error is error
@@ -792,9 +790,9 @@ class WorkerCommunicator(Communicator):
         address = self._pipeline, next(self._calls)
         place = self.places.devices[self.places.own[0]]
         made_of = self._agent, self._members, address, kind, place, self._parts
-        self.last = channels = WorkerChannels(*made_of)
+        channels = WorkerChannels(*made_of)
         mailbox = mailbox_of(self._agent)
-        with ending(channels):
+        with self.ending(channels):
             # Collectives are matched by their order: the rest of a half done one in
             # another process would receive values of this call.
             if self._members.joint and mailbox.half_done:
