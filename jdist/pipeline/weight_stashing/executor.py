@@ -16,7 +16,7 @@ from jdist.pipeline.run.compile_ahead import rehearse
 from jdist.pipeline.run.executor import CallInputs, ScheduleExecutor, StagePrograms
 from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.lowered import LoweredPrograms
-from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
+from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.replicas import joined_states
 from jdist.pipeline.run.stage_channels import InProcessChannels, StageChannels
 from jdist.pipeline.run.stage_run import StageRun, UpdateInBackward
@@ -76,12 +76,11 @@ class EpochExecutor(ScheduleExecutor):
         """See `ScheduleExecutor`; with updates the programs of an epoch."""
         if update is None or self._optimizers is None:
             return super().lower(given, update)
-        places, kind = self._programs.places, self._programs.loss.kind
-        # One micro-batch, as the first batch of an epoch is.
-        one = micro_batch_of(0, given.batch, given.weights, CALL)
-        part = in_epoch(one, kind, one, CALL)
+        places = self._programs.places
+        stream = self._stream([(given.batch, given.weights)], 1)
+        stream.read(0)
         channels = InProcessChannels(places.devices)
-        inputs = self._epoch_inputs(channels, given, update.opt_states, part)
+        inputs = self._epoch_inputs(channels, given, update.opt_states, stream[0])
         found = LoweredPrograms()
         for (_, j), run in inputs.runs.items():
             fn = self._update_in_backward(j)
