@@ -56,7 +56,7 @@ class BatchStream:
         self.checksums: dict[str, int] = {}
         self._batches = iter(batches)
         self._kind = kind
-        self._open = dict.fromkeys(groups, 0.0)
+        self._groups = groups
         self._kept = kept
         self._compared = compared
         self._call = call
@@ -110,8 +110,7 @@ class BatchStream:
             if weights is None:
                 self._unweighted = part._replace(batch={})
         self.totals.append(part.total)
-        for size in self._open:
-            self._open[size] += part.total
+        for size in self._groups:
             # The last update of an epoch may have fewer micro-batches than the others.
             if (number + 1) % size == 0 or number + 1 == self.length:
                 self._check_update(size)
@@ -119,11 +118,10 @@ class BatchStream:
             self._parts[number] = part
 
     def _check_update(self, size: int) -> None:
-        total, self._open[size] = self._open[size], 0.0
+        last = len(self.totals) - 1
+        first = last // size * size
         # The gradient of such an update would be 0 / 0.
-        if total == 0:
-            last = len(self.totals) - 1
-            first = last // size * size
+        if not any(self.totals[first:]):
             rule = "must not all be zero in the micro-batches of an update"
             got = f"zeros in the batches {first} to {last}" if last > first else ""
             got = got or f"zeros in batch {last}"
