@@ -5,7 +5,7 @@ then deletes older steps: if a process is killed while it saves, the last comple
 is still there to resume from.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,21 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         self._is_sent = apart and all(each)
         # The worker to which process 0 belongs.
         self._writer = next((rank for rank, some in enumerate(each) if 0 in some), 0)
-        # The stages that this process writes. Each stage has one writer.
-        self._written, writers = self._to_write(each)
+        # If the first worker of a stage has a mesh over several processes, the one with
+        # the mesh's first device writes. A worker without a device is one of rpc, and
+        # writes in its own process.
+        here, own = jax.process_index(), self._places.own
+        begins = [
+            next(iter(each[worker]), here if worker in own else None)
+            for worker in self._senders
+        ]
+        writers = [0 if self._is_sent else begin for begin in begins]
+        self._written = [j for j, writer in enumerate(writers) if writer == here]
         self._folders: dict[int, StepFolder] = {}
         try:
             with self._opened("PipelineCheckpoints") as channels:
                 check_keep("PipelineCheckpoints", keep)
-                _check_writers(writers)
+                _check_writers(sorted({writer for writer in writers if writer}))
                 # Also stages of others, if this process writes them.
                 for j in {*self._own, *self._written}:
                     path = Path(folder) / f"stage{j}"
@@ -103,25 +111,6 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         except BaseException:
             self.close()
             raise
-
-    def _to_write(self, each: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
-        """The stages that this process writes, and the processes that would write.
-
-        If the first worker of a stage has a mesh over several processes, the one with
-        the mesh's first device writes.
-        """
-        here, stages = jax.process_index(), range(len(self._senders))
-        if self._is_sent:
-            return [*stages] if here == 0 else [], {0}
-        # A worker without a device is one of rpc, and writes in its own process.
-        begins = [next(iter(each[worker]), None) for worker in self._senders]
-        written = [
-            j
-            for j, worker in enumerate(self._senders)
-            if worker in self._places.own and begins[j] in (here, None)
-        ]
-        writers = {process for process in begins if process is not None}
-        return written, writers | ({here} if written else set())
 
     def steps(self) -> list[int]:
         """The steps that all stages have, in order."""
@@ -291,13 +280,12 @@ _RECUT = (
 """What to do with a checkpoint of another number of stages."""
 
 
-def _check_writers(writers: Collection[int]) -> None:
+def _check_writers(others: Sequence[int]) -> None:
     """Refuse writers other than process 0, whose arrays orbax would not write.
 
     Raises:
       ValueError: A process of `jax.distributed` other than 0 would have to write.
     """
-    others = sorted({*writers} - {0})
     if jax.process_count() > 1 and others:
         rule = (
             "must have a device of process 0 first in the place of each stage, where "
