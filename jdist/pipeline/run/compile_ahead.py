@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import jax
 
 from jdist._compat import Ahead
-from jdist._tree import PyTree
+from jdist._tree import PyTree, is_shape
 from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
@@ -29,7 +29,7 @@ from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
+from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.pipeline.stages.place import StageMesh, device_here, place_of, received
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
@@ -132,8 +132,7 @@ class _Rehearsal(Step):
 
     def _inputs(self, worker: int, stage: int, micro: int) -> dict[str, PyTree]:
         inputs = super()._inputs(worker, stage, micro)
-        # Without their places, which do not matter to a function.
-        shapes = jax.tree.map(lambda x: x.struct, specs_of(inputs), is_leaf=is_spec)
+        shapes = jax.tree.map(_without_place, inputs)
         if stage == self._places.loss:
             self._read = self._loss.entries_read(shapes, self._parts[micro].batch)
         else:
@@ -147,6 +146,11 @@ class _Rehearsal(Step):
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         # A step joins the losses of its micro-batches, also where one represents all.
         self._invoke(join, found, found, self._loss.kind)
+
+
+def _without_place(leaf: PyTree) -> PyTree:
+    # It does not matter to a function, which is evaluated by itself here.
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_shape(leaf) else leaf
 
 
 def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
