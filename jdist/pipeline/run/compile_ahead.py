@@ -137,7 +137,8 @@ class _Rehearsal(Step):
             self._read = self._loss.entries_read(shapes, self._parts[micro].batch)
         else:
             run = self._runs[worker, stage]
-            outputs_of(stage, run.stage, (run.params, run.state), shapes)
+            found = outputs_of(stage, run.stage, (run.params, run.state), shapes)
+            run.stage.named(found)  # Called for its check of their number.
         return inputs
 
     def _passed_back(self, worker: int, stage: int) -> None:
