@@ -3,6 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,6 +90,7 @@ class _CompiledLoss:
 _CACHE: FunctionCache[_CompiledLoss] = FunctionCache("Pipeline(loss_fn)", size=64)
 
 
+@dataclass(eq=False)
 class PipelineLoss:
     """The loss function `loss_fn(outputs, batch)`, given only entries that it reads.
 
@@ -99,26 +101,18 @@ class PipelineLoss:
       names: Names of the values that it takes.
       kind: The reduction.
       has_aux: Whether it returns a pair of losses and auxiliary outputs.
-
-    Attributes:
-      fn, kind, has_aux: The arguments of these names.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., PyTree],
-        names: tuple[str, ...],
-        kind: str,
-        *,
-        has_aux: bool = False,
-    ) -> None:
-        self._names = names
+    fn: Callable[..., PyTree]
+    names: tuple[str, ...]
+    kind: str
+    has_aux: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Finds what was compiled for the function."""
         self._scale: PyTree = None
         self._invoke: Invoke = operator.call
-        self.fn = fn
-        self._compiled = _CACHE.get(fn, (), lambda _: _CompiledLoss(fn))
-        self.kind = kind
-        self.has_aux = has_aux
+        self._compiled = _CACHE.get(self.fn, (), lambda _: _CompiledLoss(self.fn))
 
     @property
     def gradient_kind(self) -> str:
@@ -159,7 +153,7 @@ class PipelineLoss:
         entries = {name: batch[name] for name in names}
 
         def losses_of(entries: PyTree, values: PyTree) -> PyTree:
-            return _called(self._compiled.fn, self._names, values, entries)
+            return _called(self._compiled.fn, self.names, values, entries)
 
         program, _ = trace(losses_of, entries, values)
         sizes = [len(jax.tree.leaves(batch[name])) for name in names]
@@ -182,7 +176,7 @@ class PipelineLoss:
         leaves, structure = jax.tree.flatten(entries)
         canonical = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
         unread = tuple([(x.shape, canonical(x.dtype)) for x in leaves])
-        own = self._names, self.kind, self.has_aux
+        own = self.names, self.kind, self.has_aux
         found = self._compiled.passes(_LossOptions(*own, unread, structure))
         made = LossPasses(*(partial(self._invoke, each) for each in found))
         return made if self._scale is None else self._with_scale(made)

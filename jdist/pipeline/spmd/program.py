@@ -14,6 +14,7 @@ actions at one clock, as in 1F1B, the clock takes the time of all of them.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -250,30 +251,23 @@ Wanted = jax.Array | Literal[True]
 Act = Callable[[Wanted, Row, State], State]
 
 
+@dataclass(eq=False)
 class _Device:
     """The actions of one device, as functions from state to state."""
 
-    def __init__(
-        self,
-        model: Model,
-        params: Sequence[PyTree],
-        ends: Ends,
-        feed: Feed,
-        rank: jax.Array,
-    ) -> None:
-        self._model = model
-        self._params = params
-        self._ends = ends
-        self._feed = feed
-        self._rank = rank
-        # Static structures of residuals and rests, recorded when F and the split B are
-        # traced and read when B and W are.
-        self._plan: Any = None
-        self._split: Any = None
+    model: Model
+    params: Sequence[PyTree]
+    ends: Ends
+    feed: Feed
+    rank: jax.Array
+    # Static structures of residuals and rests, recorded when F and the split B are
+    # traced and read when B and W are.
+    plan: Any = None
+    split: Any = None
 
     def start(self) -> State:
         """The initial state: empty slots and empty sums."""
-        model, slots = self._model, self._model.table.slots
+        model, slots = self.model, self.model.table.slots
         # Shapes alone count, which are those of any micro-batch.
         value = jax.eval_shape(lambda: self._entered(0)[0])
         residuals, rest, d_params = jax.eval_shape(self._passes, value)
@@ -287,7 +281,7 @@ class _Device:
             part = Partial(counted.value, d_own, counted.weight)
             return reduction.empty(part, model.kind)
 
-        ends = [None if own is None else nothing(sums_of(own)) for own in self._ends]
+        ends = [None if own is None else nothing(sums_of(own)) for own in self.ends]
         return State(
             _empty(StageMessage(value, share), slots.mail),
             _empty(residuals, slots.activations),
@@ -301,29 +295,29 @@ class _Device:
     def _shares_travel(self) -> bool:
         """Whether cotangents are sent with the share of their micro-batch."""
         # For max and min a stage must know which micro-batches hold the extreme.
-        return self._model.kind in ("max", "min")
+        return self.model.kind in ("max", "min")
 
     def _passes(self, value: PyTree) -> PyTree:
         """Results of each kind of action, to be evaluated for their shapes."""
-        segment, own = self._model.segment, self._params[0]
-        key = self._key(0, 0) if self._model.keyed else None
+        segment, own = self.model.segment, self.params[0]
+        key = self._key(0, 0) if self.model.keyed else None
         residuals = segment.forward(own, None, (value,), key)[1]
         rest: list[PyTree] = []
-        if INPUTS in self._model.table.kinds:
+        if INPUTS in self.model.table.kinds:
             found = segment.backward_inputs(own, residuals, (value, None))[1]
             rest = found.computed
-        d_params = [sums_of(own) for own in self._params]
+        d_params = [sums_of(own) for own in self.params]
         return list(residuals.arrays), rest, d_params
 
     def turn(self, state: State, at: Row, clock: Clock) -> State:
         """Execute one clock: at most one action, and the messages of all workers."""
         under_way = []
-        if self._model.table.overlap:
+        if self.model.table.overlap:
             # Results of the previous clock, sent at every clock and not in `when`: in a
             # loop of zero or one iterations the start and the end of a collective have
             # no action between them to overlap with.
             left = jax.tree.map(lambda x: x[-1], state.mail)
-            distances = range(len(self._model.table.distances))
+            distances = range(len(self.model.table.distances))
             under_way = [self._passed(number, left) for number in distances]
         # Traced in this order: F records the structure that B and INPUTS read, and
         # INPUTS the one that W reads.
@@ -333,25 +327,25 @@ class _Device:
             INPUTS: self._backward_inputs,
             W: self._backward_params,
         }
-        if self._model.ends.first is not None:
+        if self.model.ends.first is not None:
             # Before F: the first stage reads this output at the same clock.
             begun = self._is_at(0, at) & (at.kind == F)
             state = self._done(begun, clock.begins, self._enter, at, state)
         # Code for each chunk, because a selection from stacked parameters would copy
         # them.
-        for chunk in range(len(self._params)):
-            for kind in (kind for kind in acts if kind in self._model.table.kinds):
+        for chunk in range(len(self.params)):
+            for kind in (kind for kind in acts if kind in self.model.table.kinds):
                 act = partial(acts[kind], chunk)
                 wanted = (at.kind == kind) & (at.chunk == chunk)
                 state = self._done(wanted, clock.acts[kind, chunk], act, at, state)
-        if self._model.ends.first is not None:
+        if self.model.ends.first is not None:
             # After B, which puts the cotangent of this output into its result slot.
             back = self._is_at(0, at) & ((at.kind == B) | (at.kind == INPUTS))
             state = self._done(back, clock.returns, self._leave, at, state)
         # After F: the cotangent replaces the output in the result slot.
-        ended = self._is_at(self._model.stages - 1, at) & (at.kind == F)
+        ended = self._is_at(self.model.stages - 1, at) & (at.kind == F)
         state = self._done(ended, clock.ends, self._lose, at, state)
-        for number in range(len(self._model.table.distances)):
+        for number in range(len(self.model.table.distances)):
             if under_way:
                 state = self._delivered(number, under_way[number], at, state)
                 continue
@@ -363,14 +357,14 @@ class _Device:
 
     def _is_at(self, stage: int, at: Row) -> jax.Array:
         """Whether the action at this clock is one of this stage."""
-        worker, chunk = self._model.place_of(stage)
-        return (at.chunk == chunk) & (self._rank == worker)
+        worker, chunk = self.model.place_of(stage)
+        return (at.chunk == chunk) & (self.rank == worker)
 
     def _done(
         self, wanted: jax.Array, somewhere: jax.Array, act: Act, at: Row, state: State
     ) -> State:
         """The state after an action, if it is wanted on this device."""
-        if self._model.rows is None:
+        if self.model.rows is None:
             return when(wanted, partial(act, True), at, state)
         # Over further axes XLA puts collectives into the action and may let all devices
         # of the program join one. A loop that some devices skip would then block the
@@ -380,32 +374,32 @@ class _Device:
     def _forward(self, chunk: int, wanted: Wanted, at: Row, state: State) -> State:
         # Slot -1 reads an arbitrary slot, whose value the select below discards.
         held = take(state.mail.value, at.mail)
-        if self._model.ends.first is not None:
+        if self.model.ends.first is not None:
             # `_enter` has put its output into the slot for the output of this pass.
             from_batch = take(state.mail.value, at.result)
         else:
-            (entry,) = self._feed.values
+            (entry,) = self.feed.values
             from_batch = take(entry, at.micro_batch)
         value = jax.tree.map(
             lambda a, b: jnp.where(at.mail == NOTHING, a, b), from_batch, held
         )
-        value = self._model.laid(value)
-        key = self._key(chunk, at.micro_batch) if self._model.keyed else None
-        given = self._params[chunk], None, (value,), key
-        (output, _), residuals = self._model.segment.forward(*given)
+        value = self.model.laid(value)
+        key = self._key(chunk, at.micro_batch) if self.model.keyed else None
+        given = self.params[chunk], None, (value,), key
+        (output, _), residuals = self.model.segment.forward(*given)
         # Residuals hold neither parameters nor values made of parameters alone, which
         # would take a slot for each micro-batch.
-        self._plan, kept = residuals.plan, list(residuals.arrays)
+        self.plan, kept = residuals.plan, list(residuals.arrays)
         activations = put(state.activations, at.activation, kept, wanted)
         state = state._replace(activations=activations)
-        output = self._model.laid(output)
+        output = self.model.laid(output)
         mail = put(state.mail.value, at.result, output, wanted)
         return state._replace(mail=state.mail._replace(value=mail))
 
     def _key(self, chunk: int, micro_batch: jax.Array | int) -> jax.Array:
         """The key of a stage and a micro-batch, the same as with other executors."""
-        chains, last = self._model.chains, self._model.stages - 1
-        stage = jnp.asarray(self._model.table.stages)[self._rank, chunk]
+        chains, last = self.model.chains, self.model.stages - 1
+        stage = jnp.asarray(self.model.table.stages)[self.rank, chunk]
         key = self._key_of(stage, micro_batch)
         # A stage with an end folds the number of the part into its key. Which stage a
         # chunk is depends on the device: the key is selected by value.
@@ -418,9 +412,9 @@ class _Device:
     def _key_of(
         self, stage: jax.Array | int, micro_batch: jax.Array | int
     ) -> jax.Array:
-        assert self._model.key is not None
-        assert self._feed.key is not None
-        key: jax.Array = unworded(self._feed.key, self._model.key.blank())
+        assert self.model.key is not None
+        assert self.feed.key is not None
+        key: jax.Array = unworded(self.feed.key, self.model.key.blank())
         return fold(fold(key, jnp.asarray(stage)), micro_batch)
 
     # --- the ends ---
@@ -433,7 +427,7 @@ class _Device:
 
     def _leave(self, wanted: Wanted, at: Row, state: State) -> State:
         """Add the gradient of the function before the first stage."""
-        fn, own = self._model.ends.first, self._ends.first
+        fn, own = self.model.ends.first, self.ends.first
         # Recomputed: slots for these residuals would take memory on every device, and
         # the function is mostly a lookup in a table of embeddings.
         _, residuals = self._entered(at.micro_batch)
@@ -444,11 +438,11 @@ class _Device:
 
     def _entered(self, micro_batch: jax.Array | int) -> tuple[PyTree, PyTree]:
         """The first stage's input; and residuals of the function before that stage."""
-        given, fn = take(self._feed.values, micro_batch), self._model.ends.first
+        given, fn = take(self.feed.values, micro_batch), self.model.ends.first
         if fn is None:
             return given[0], None
-        key = self._key_of_end(self._model.chains.first, 0, 0, micro_batch)
-        (value, _), residuals = fn.forward(self._ends.first, None, given, key)
+        key = self._key_of_end(self.model.chains.first, 0, 0, micro_batch)
+        (value, _), residuals = fn.forward(self.ends.first, None, given, key)
         return value, residuals
 
     def _key_of_end(
@@ -465,7 +459,7 @@ class _Device:
         found, d_value, d_own = self._lost(value, at.micro_batch)
         share = MicroBatchShare(found.value, found.weight)
         sent = share if self._shares_travel else None
-        loss = reduction.combine(state.loss, found, self._model.kind)
+        loss = reduction.combine(state.loss, found, self.model.kind)
         state = state._replace(
             mail=put(state.mail, at.result, StageMessage(d_value, sent), wanted),
             loss=kept_unless(wanted, loss, state.loss),
@@ -480,23 +474,23 @@ class _Device:
     ) -> tuple[Partial, PyTree, PyTree]:
         """The losses, the cotangent of the last stage's output, and the gradient of the
         function after it."""
-        names, last, own = self._model.names, self._model.ends.last, self._ends.last
-        passes = self._model.loss
+        names, last, own = self.model.names, self.model.ends.last, self.ends.last
+        passes = self.model.loss
         assert passes is not None
-        entries, weights = take((self._feed.entries, self._feed.weights), micro_batch)
+        entries, weights = take((self.feed.entries, self.feed.weights), micro_batch)
 
         def both(values: PyTree) -> PyTree:
-            if not self._model.whole_at_loss:
+            if not self.model.whole_at_loss:
                 return passes.both(values, entries, weights)
             # Before and after the loss: XLA propagates shardings in both directions.
-            values = self._model.laid(values)
+            values = self.model.laid(values)
             found, d_values, aux = passes.both(values, entries, weights)
-            return found, self._model.laid(d_values), aux
+            return found, self.model.laid(d_values), aux
 
         if last is None:
             found, d_values, _ = both({names[0]: value})
             return found, d_values[names[0]], None
-        chain, stage = self._model.chains.last, self._model.stages - 1
+        chain, stage = self.model.chains.last, self.model.stages - 1
         key = self._key_of_end(chain, len(chain.parts) - 1, stage, micro_batch)
         (made, _), residuals = last.forward(own, None, (value,), key)
         outputs = outputs_by_name("Pipeline(last=...)", names, made)
@@ -508,7 +502,7 @@ class _Device:
 
     def _backward(self, chunk: int, wanted: Wanted, at: Row, state: State) -> State:
         cotangent, given = self._called_back(chunk, at, state)
-        d_own, d_inputs = self._model.segment.backward(*given)
+        d_own, d_inputs = self.model.segment.backward(*given)
         before, share = state.partials[chunk], cotangent.share
         part = self._added(before, d_own, share, wanted, at)
         state = _with_partial(state, chunk, part)
@@ -518,8 +512,8 @@ class _Device:
         self, chunk: int, wanted: Wanted, at: Row, state: State
     ) -> State:
         cotangent, given = self._called_back(chunk, at, state)
-        d_inputs, rest = self._model.segment.backward_inputs(*given)
-        self._split = rest.split
+        d_inputs, rest = self.model.segment.backward_inputs(*given)
+        self.split = rest.split
         left = rest.computed, cotangent.share
         state = state._replace(rests=put(state.rests, at.rest, left, wanted))
         return _answered(state, at, d_inputs, cotangent, wanted)
@@ -528,9 +522,9 @@ class _Device:
         self, chunk: int, wanted: Wanted, at: Row, state: State
     ) -> State:
         computed, share = take(state.rests, at.rest)
-        own, kept = self._params[chunk], take(state.activations, at.activation)
-        rest = Rest.of(self._split, jax.tree.leaves(own), kept, computed)
-        d_own = self._model.segment.backward_params(rest)
+        own, kept = self.params[chunk], take(state.activations, at.activation)
+        rest = Rest.of(self.split, jax.tree.leaves(own), kept, computed)
+        d_own = self.model.segment.backward_params(rest)
         part = self._added(state.partials[chunk], d_own, share, wanted, at)
         return _with_partial(state, chunk, part)
 
@@ -539,22 +533,22 @@ class _Device:
     ) -> tuple[StageMessage, tuple[PyTree, Residuals, PyTree]]:
         """The message of a backward pass, and the arguments of its program."""
         kept, sent = take(state.activations, at.activation), take(state.mail, at.mail)
-        sent = sent._replace(value=self._model.laid(sent.value))
-        residuals = Residuals(self._plan, tuple(kept))
-        return sent, (self._params[chunk], residuals, (sent.value, None))
+        sent = sent._replace(value=self.model.laid(sent.value))
+        residuals = Residuals(self.plan, tuple(kept))
+        return sent, (self.params[chunk], residuals, (sent.value, None))
 
     def _added(
         self, before: Partial, d_own: PyTree, share: Share, wanted: Wanted, at: Row
     ) -> Partial:
         """The gradient so far, with a micro-batch's term if it is wanted."""
         counted = share or self._share_of(at.micro_batch)
-        own = contribution(self._model.kind, d_own, counted)
+        own = contribution(self.model.kind, d_own, counted)
         # The sum so far first, so that terms are added in the order of the schedule.
-        joined = reduction.combine(before, own, self._model.kind)
+        joined = reduction.combine(before, own, self.model.kind)
         return kept_unless(wanted, joined, before)
 
     def _share_of(self, micro_batch: jax.Array | int) -> MicroBatchShare:
-        total = take(self._feed.totals, micro_batch)
+        total = take(self.feed.totals, micro_batch)
         return MicroBatchShare(jnp.zeros_like(total), total)
 
     def _pass_on(self, number: int, at: Row, state: State) -> State:
@@ -564,13 +558,13 @@ class _Device:
 
     def _passed(self, number: int, message: StageMessage) -> StageMessage:
         """The message received when every device sends one over a distance."""
-        table = self._model.table
+        table = self.model.table
         distance, workers = table.distances[number], len(table.stages)
         receivers = np.flatnonzero(table.row.receive[:, :, number].max(0) != NOTHING)
         # A device that is no receiver gets zeros, which nothing reads.
         pairs = [(int(w - distance) % workers, int(w)) for w in receivers]
         return jax.tree.map(
-            lambda x: jax.lax.ppermute(x, self._model.axis, pairs), message
+            lambda x: jax.lax.ppermute(x, self.model.axis, pairs), message
         )
 
     def _delivered(
@@ -581,7 +575,7 @@ class _Device:
             return state._replace(mail=mail)
 
         wanted = at.receive[number] != NOTHING
-        if self._model.rows is not None:
+        if self.model.rows is not None:
             return deliver(wanted, at, state)
         return when(wanted, partial(deliver, True), at, state)
 
