@@ -149,21 +149,18 @@ class PipelineLoss:
           values: Shapes of the values that it takes, by name.
           batch: The batch, or its shapes.
         """
-        names = sorted(batch)
-        entries = {name: batch[name] for name in names}
+        entries = dict(batch)
 
         def losses_of(entries: PyTree, values: PyTree) -> PyTree:
             return _called(self._compiled.fn, self.names, values, entries)
 
         program, _ = trace(losses_of, entries, values)
-        sizes = [len(jax.tree.leaves(batch[name])) for name in names]
-        _, read = without_unread(program, sum(sizes))
-        found, start = [], 0
-        for name, size in zip(names, sizes, strict=True):
-            if any(read[start : start + size]):
-                found.append(name)
-            start += size
-        return tuple(found)
+        structure: Any = jax.tree.structure(entries)
+        _, read = without_unread(program, structure.num_leaves)
+        leaves = structure.unflatten(read)
+        return tuple(
+            name for name in sorted(batch) if any(jax.tree.leaves(leaves[name]))
+        )
 
     def passes(self, batch: Mapping[str, PyTree], read: tuple[str, ...]) -> LossPasses:
         """Compiled passes for micro-batches of these shapes.
