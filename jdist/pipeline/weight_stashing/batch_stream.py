@@ -5,6 +5,7 @@ which comes after all forward passes and the loss of that micro-batch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sized
+from dataclasses import dataclass
 
 from jdist._errors import check_at_least, requirement
 from jdist._fit import check_batches, pair
@@ -16,6 +17,7 @@ from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
 _END = object()
 
 
+@dataclass(eq=False, repr=False)
 class BatchStream:
     """The micro-batches of an epoch, numbered from 0.
 
@@ -40,26 +42,21 @@ class BatchStream:
       checksums: Checksums of all batches that were read, if they are needed.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[PyTree],
-        total: int | None,
-        kind: str,
-        groups: Collection[int],
-        kept: Callable[[int], bool],
-        compared: bool,
-        call: str,
-    ) -> None:
-        check_batches(call, batches)
-        self.length = _length(call, batches, total)
+    batches: Iterable[PyTree]
+    total: int | None
+    kind: str
+    groups: Collection[int]
+    kept: Callable[[int], bool]
+    compared: bool
+    call: str
+
+    def __post_init__(self) -> None:
+        """Begins before the first batch."""
+        check_batches(self.call, self.batches)
+        self.length = _length(self.call, self.batches, self.total)
         self.totals: list[float] = []
         self.checksums: dict[str, int] = {}
-        self._batches = iter(batches)
-        self._kind = kind
-        self._groups = groups
-        self._kept = kept
-        self._compared = compared
-        self._call = call
+        self._left = iter(self.batches)
         self._parts: dict[int, MicroBatch] = {}
         self._unweighted: MicroBatch | None = None
         # The first micro-batch with a positive weight, without its batch: the total of
@@ -88,17 +85,17 @@ class BatchStream:
     def _read(self) -> None:
         number = len(self.totals)
         try:
-            given = next(self._batches, _END)
+            given = next(self._left, _END)
         except BaseException as error:
             error.add_note(f"It was raised when batch {number} was read.")
             raise
         if given is _END:
             rule = f"must be the {self.length} batches of the epoch"
-            raise ValueError(requirement(f"{self._call}(batches)", rule, f"{number}"))
+            raise ValueError(requirement(f"{self.call}(batches)", rule, f"{number}"))
         batch, weights = pair(given)
-        part = micro_batch_of(number, batch, weights, self._call)
+        part = micro_batch_of(number, batch, weights, self.call)
         # The data as the user gave it, before normalisation.
-        if self._compared:
+        if self.compared:
             self.checksums = chained(self.checksums, part)
         # Most batches have no weights, and as many examples as those before them: to
         # normalise takes three times as long as all else here.
@@ -110,11 +107,11 @@ class BatchStream:
             if weights is None:
                 self._unweighted = part._replace(batch={})
         self.totals.append(part.total)
-        for size in self._groups:
+        for size in self.groups:
             # The last update of an epoch may have fewer micro-batches than the others.
             if (number + 1) % size == 0 or number + 1 == self.length:
                 self._check_update(size)
-        if self._kept(number):
+        if self.kept(number):
             self._parts[number] = part
 
     def _check_update(self, size: int) -> None:
@@ -125,14 +122,14 @@ class BatchStream:
             rule = "must not all be zero in the micro-batches of an update"
             got = f"zeros in the batches {first} to {last}" if last > first else ""
             got = got or f"zeros in batch {last}"
-            raise ValueError(requirement(f"{self._call}(weights=...)", rule, got))
+            raise ValueError(requirement(f"{self.call}(weights=...)", rule, got))
 
     def _normalized(self, part: MicroBatch) -> MicroBatch:
         """Normalises the weights of a micro-batch; see `in_epoch`."""
         first = self._first or part._replace(batch={})
         if part.weights.any():
             self._first = first
-        return in_epoch(part, self._kind, first, self._call)
+        return in_epoch(part, self.kind, first, self.call)
 
 
 def _length(call: str, batches: Iterable[PyTree], total: int | None) -> int:
