@@ -15,7 +15,6 @@ With `overlap` it is in flight for a whole clock, during the actions of that clo
 costs the devices no time, and can be used one clock later.
 """
 
-import heapq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -185,24 +184,17 @@ def assign_slots(
       ([0, 1, 0], 2)
     """
     slots = np.zeros(len(begin), np.int32)
-    free: dict[int, list[int]] = {}
-    held: dict[int, list[tuple[int, int]]] = {}
-    opened: dict[int, int] = {}
+    # By worker and slot, the clock at which it is free: at first from the beginning.
+    most = np.bincount(worker, minlength=1)
+    free = np.full((len(most), most.max()), begin.min(initial=0))
     # Values by their beginning, each in the lowest free slot: for an interval graph
     # greedy colouring in this order is optimal.
     for index in np.lexsort((end, begin)):
-        own = int(worker[index])
-        free.setdefault(own, [])
-        waiting = held.setdefault(own, [])
+        own = free[worker[index]]
         # Also at an equal clock: a worker uses its inputs before it stores its result.
-        while waiting and waiting[0][0] <= begin[index]:
-            heapq.heappush(free[own], heapq.heappop(waiting)[1])
-        if not free[own]:
-            heapq.heappush(free[own], opened.get(own, 0))
-            opened[own] = opened.get(own, 0) + 1
-        slots[index] = heapq.heappop(free[own])
-        heapq.heappush(waiting, (int(end[index]), int(slots[index])))
-    return slots, max(opened.values(), default=0)
+        slots[index] = slot = np.argmax(own <= begin[index])
+        own[slot] = end[index]
+    return slots, int(slots.max(initial=-1)) + 1
 
 
 def _clocks_of(schedule: Schedule, clock: np.ndarray, kind: int) -> np.ndarray:
