@@ -141,11 +141,7 @@ class OneProgramExecutor(ScheduleExecutor):
         Raises:
           ValueError: The optimizers scale the loss.
         """
-        _check_unscaled(update)
-        masters = [False] * len(self._stages) if update is None else update.unrounded
-        # All gradients come from one program: if one stage has masters, they all stay
-        # in the dtype of their sums, and are rounded below for the stages without.
-        program, arguments = self._prepared(given, any(masters))
+        program, arguments = self._prepared(given, update)
         loss, grads, ends, square = program.run(*arguments)
         paced(self._mesh, loss, wait=channels.computed)
         found: list[PyTree] = [None] * len(self._stages)
@@ -153,7 +149,8 @@ class OneProgramExecutor(ScheduleExecutor):
         for rank in self._places.own:
             for chunk, stage in enumerate(self._model.table.stages[rank]):
                 own = self._gradient_of(int(stage), rank, grads[chunk], ends, program)
-                own = own if masters[stage] else rounded(own, program.shapes[stage])
+                if update is None or not update.unrounded[stage]:
+                    own = rounded(own, program.shapes[stage])
                 found[stage] = own
                 # Checked before any stage steps, since a step donates its arguments.
                 # Only shapes and dtypes are looked at.
@@ -202,9 +199,7 @@ class OneProgramExecutor(ScheduleExecutor):
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
         """See `ScheduleExecutor`. No device has to be attached."""
-        _check_unscaled(update)
-        unrounded = [False] * len(self._stages) if update is None else update.unrounded
-        program, arguments = self._prepared(given, any(unrounded), abstract=True)
+        program, arguments = self._prepared(given, update, abstract=True)
         # Without the places of results, which are known: to find them would compile it.
         found = LoweredPrograms(places=False)
         called = found.named("all stages")
@@ -212,7 +207,8 @@ class OneProgramExecutor(ScheduleExecutor):
         if update is not None:
             stats = GradientStats(jax.tree.map(_shape, square), None)
             for j, tree in enumerate(given.params):
-                own = sums_of(tree) if unrounded[j] else split_inexact(tree)[0]
+                wide = update.unrounded[j]
+                own = sums_of(tree) if wide else split_inexact(tree)[0]
                 there = self._places.devices[self._places.worker(j, 0)]
                 each = update.through(found.named(f"stage {j}"))
                 each.apply(j, *moved((own, stats), there))
@@ -221,7 +217,7 @@ class OneProgramExecutor(ScheduleExecutor):
     def _prepared(
         self,
         given: CallInputs,
-        unrounded: bool,
+        update: StageUpdates | None = None,
         *,
         abstract: bool = False,
     ) -> tuple["_Program", tuple[list[PyTree], Ends, Feed]]:
@@ -229,9 +225,19 @@ class OneProgramExecutor(ScheduleExecutor):
 
         Args:
           given: The arguments of the call.
-          unrounded: Whether gradients stay in the dtype of their sums.
+          update: The updates that follow, if any.
           abstract: Whether all of them are shapes, of all stages.
+
+        Raises:
+          ValueError: The optimizers scale the loss.
         """
+        if update is not None and update.loss_scale is not None:
+            rule = "must not scale the loss where one program runs all stages"
+            call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
+            raise value_error(call, rule, got, _REMEDY)
+        # All gradients come from one program: if one stage has masters, they all stay
+        # in the dtype of their sums, and are rounded later for the stages without.
+        unrounded = update is not None and any(update.unrounded)
         batch, key = given.batch, self._key(given.key)
         call = "Pipeline(.., OneProgram)"
         check_not_traced(call, given.params, batch, given.weights, key)
@@ -460,18 +466,6 @@ class _Program(NamedTuple):
     read: tuple[str, ...]
     shapes: Mapping[int, PyTree]
     run: jax.stages.Wrapped
-
-
-def _check_unscaled(update: StageUpdates | None) -> None:
-    """Refuse a scaled loss.
-
-    Raises:
-      ValueError: The optimizers scale it.
-    """
-    if update is not None and update.loss_scale is not None:
-        rule = "must not scale the loss where one program runs all stages"
-        call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
-        raise value_error(call, rule, got, _REMEDY)
 
 
 def _signature(own: Mapping[int, PyTree], batch: PyTree, key: PyTree) -> Hashable:

@@ -185,7 +185,7 @@ def test_one_program_from_shapes_gives_the_same_bits(max_norm):
     assert list(found) == names
     compiled = {name: lowered.compile() for name, lowered in found.items()}
     given = CallInputs(pipe.place(params), batch, weights, [None] * 2)
-    program, arguments = pipe.executor._prepared(given, unrounded=False)
+    program, arguments = pipe.executor._prepared(given)
     assert program.run.lower(*arguments).as_text() == found[names[0]].as_text()
     loss, grads, *_ = compiled[names[0]](*arguments)
     expected, of_stages = pipe.value_and_grad(pipe.place(params), batch, weights)
