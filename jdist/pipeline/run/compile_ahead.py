@@ -109,6 +109,8 @@ def rehearse(
 class _Rehearsal(Step):
     """A step whose stages and loss take and return shapes.
 
+    The sum over replicas is rehearsed apart.
+
     Args:
       given: The inputs of the step.
       invoke: Traces compiled functions.
@@ -122,8 +124,7 @@ class _Rehearsal(Step):
         self._chosen = chosen
 
     def _actions(self, worker: int) -> Iterable[Action]:
-        actions = self._places.actions[worker]
-        return (a for a in actions if a.micro_batch in self._chosen)
+        return (a for a in super()._actions(worker) if a.micro_batch in self._chosen)
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -140,9 +141,6 @@ class _Rehearsal(Step):
             found = outputs_of(stage, run.stage, (run.params, run.state), shapes)
             run.stage.named(found)  # Called for its check of their number.
         return inputs
-
-    def _passed_back(self, worker: int, stage: int) -> None:
-        """Does nothing: the sum over replicas is rehearsed apart."""
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         # A step joins the losses of its micro-batches, also where one represents all.

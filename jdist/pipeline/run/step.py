@@ -234,9 +234,9 @@ class Step(ABC):
             )
             raise
 
-    @abstractmethod
     def _actions(self, worker: int) -> Iterable[Action]:
         """The actions of a worker of this process, in order."""
+        return self._places.actions[worker]
 
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
         has = self._channels.has
@@ -259,8 +259,7 @@ class Step(ABC):
     def _is_split(self, action: Action) -> bool:
         return bool(self._places.schedule.split[action.stage, action.micro_batch])
 
-    @abstractmethod
-    def _passed_back(self, worker: int, stage: int) -> None:
+    def _passed_back(self, worker: int, stage: int) -> None:  # noqa: B027 - a hook
         """Called when the gradient of a micro-batch has been added to a stage's sum."""
 
     @abstractmethod
@@ -356,9 +355,6 @@ class BatchStep(Step):
             (worker, stage): int((owner[stage] == worker).sum())
             for worker, stage in self._runs
         }
-
-    def _actions(self, worker: int) -> Iterable[Action]:
-        return self._places.actions[worker]
 
     def _passed_back(self, worker: int, stage: int) -> None:
         # Counted, because the last micro-batch need not come last in a schedule.
