@@ -31,11 +31,13 @@ def outputs_of(
     params, state = trees
     # Evaluated, because the shape of a key depends on the default generator.
     key = jax.eval_shape(lambda: jax.random.key(0))
-    given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
+    given = [inputs[name] for name in stage.inputs]
+    given = [state] * stage.stateful + given + [key] * stage.keyed
     try:
         returned = jax.eval_shape(stage.fn, params, *given)
     except Exception as error:
-        shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
+        each = [f"{name}: {describe(inputs[name])}" for name in stage.inputs]
+        shown = ", ".join(each)
         # JAX raises these for shapes and dtypes that do not fit: the wiring is wrong.
         if isinstance(error, TypeError | ValueError):
             rule = f"must fit together: stage {number} cannot take {shown}"
