@@ -9,6 +9,7 @@ the same point of their lists.
 Batches are read when a forward pass needs them, by each process from its own stream.
 """
 
+import functools
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -228,6 +229,8 @@ class EpochStep(Step):
         return contributions(workers, size, number, self._stream.length)
 
 
+# Cached, because it is asked for several times in each action.
+@functools.lru_cache(maxsize=256)
 def contributions(
     workers: Sequence[int], size: int, number: int, length: int
 ) -> Counter[int]:
