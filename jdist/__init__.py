@@ -20,7 +20,7 @@ from types import ModuleType
 
 from jdist._errors import JdistError, Unavailable, VerificationError
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _PARTS = (
     "autograd", "data_parallel", "optim", "pipeline", "ray", "reduction", "rpc",

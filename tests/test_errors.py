@@ -82,7 +82,7 @@ def test_what_there_is():
         check=True,
     )
     version, *lines = done.stdout.splitlines()
-    assert version.startswith("jdist 0.1.0.dev0, with JAX ")
+    assert version.startswith("jdist 0.1.0, with JAX ")
     for module, what in command.COMMANDS.items():
         (line,) = [line for line in lines if f"python -m {module} " in line]
         assert line.rstrip().endswith(what)
