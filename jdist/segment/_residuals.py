@@ -97,7 +97,8 @@ class Rest:
         )
 
 
-# JAX rebuilds trees with other arrays, of which version and layout need not be true.
+# `version` and `layout` are dropped when JAX flattens a tree: they describe these
+# arrays, and JAX may rebuild the tree with others.
 jax.tree_util.register_dataclass(Residuals, ["arrays"], ["plan"], ["version", "layout"])
 jax.tree_util.register_dataclass(Rest, ["arrays"], ["split"], ["layout"])
 

@@ -107,10 +107,10 @@ def connector_context() -> ssl.SSLContext:
 
 
 class TlsStream:
-    """A byte stream encrypted over a `Stream`, which sends and receives as that does.
+    """An encrypted byte stream over a `Stream`, with its `send` and `receive_into`.
 
     Args:
-      stream: Connected; whoever made it ends it.
+      stream: The connected stream. Its owner closes it, not this class.
       context: The TLS context of this side.
       is_listener: Which side this is.
       deadline: For TLS's own handshake, which is done here.
