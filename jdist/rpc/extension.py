@@ -15,12 +15,13 @@ from jdist.rpc.base.ids import IdCounter
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.base.worker_info import incarnation_of
-from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend, unpacked
+from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
 from jdist.rpc.calls.callee import NEEDS, Reply
 from jdist.rpc.calls.function_calls import is_asynchronous, named
 from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.calls.peers import Peer
 from jdist.rpc.codec.codec import MessageContext
+from jdist.rpc.codec.codes import unpacked
 from jdist.rpc.codec.nnx import StandIn
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort

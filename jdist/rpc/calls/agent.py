@@ -518,23 +518,6 @@ class Agent(CallingWorker):
         self.pool.close(timeout=1.0)
 
 
-def unpacked(value: object, kind: Any, rule: str) -> Any:
-    """A part of a message that another worker has sent, as a type.
-
-    Args:
-      value: What was sent. Where a type is of another class, its own instances pass.
-      kind: The type, as `msgspec.convert` takes it.
-      rule: What the message must have, as a sentence without its full stop.
-
-    Raises:
-      ProtocolError: It is not of that type.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"{rule}: {error}.") from error
-
-
 def current_agent() -> Agent:
     """Return the worker as which the calling code acts.
 

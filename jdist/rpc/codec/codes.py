@@ -30,9 +30,11 @@ code. "Tree" stands for any tree below, "name" for `module:qualname`:
 """
 
 import re
+from typing import Any
 
 import jax
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jdist._errors import type_error
@@ -155,3 +157,21 @@ def dtype_named(name: str) -> np.dtype:
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"No dtype has the name {name!r}: {error}") from error
     raise ProtocolError(f"No dtype has the name {name[:40]!r}.")
+
+
+def unpacked(value: object, kind: Any, rule: str) -> Any:
+    """A part of a message that another worker has sent, as a type.
+
+    Args:
+      value: What was sent. Where a type is of another class, its own instances pass.
+      kind: The type, as `msgspec.convert` takes it.
+      rule: What the message must have, as a sentence without its full stop.
+
+    Raises:
+      ProtocolError: It is not of that type.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    # An array that stands for a mapping raises an error of its own.
+    except Exception as error:
+        raise ProtocolError(f"{rule}: {error}.") from error

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError, RemoteError
+from jdist.rpc.codec.codes import unpacked
 from jdist.rpc.codec.functions import FunctionTable, own_name
 
 T = TypeVar("T")
@@ -132,11 +133,8 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     Raises:
       ProtocolError: `description` is not what `describe` makes.
     """
-    try:
-        described = msgspec.convert(description, _Description)
-    except Exception as error:  # also what an array raises that is taken for a mapping
-        text = f"A remote exception's description is malformed: {error}."
-        raise ProtocolError(text) from error
+    rule = "A remote exception's description is malformed"
+    described: _Description = unpacked(description, _Description, rule)
     exceptions = described.exceptions
     if exceptions is None:
         return _one(described, functions)

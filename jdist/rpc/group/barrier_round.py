@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from jdist.rpc.base.current import moment
-from jdist.rpc.calls.agent import unpacked
+from jdist.rpc.codec.codes import unpacked
 from jdist.rpc.group.membership import Member
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 

@@ -396,6 +396,12 @@ def test_malformed_descriptions(field, value):
         rebuild({**GOOD, field: value}, TABLE)
 
 
+def test_an_array_is_no_description():
+    """An array passes for a mapping until it is asked for a name."""
+    with pytest.raises(ProtocolError, match="description is malformed"):
+        rebuild(np.ones(3), TABLE)
+
+
 GROUP = describe(ExceptionGroup("x", [ValueError("y")]), "w")
 
 
