@@ -339,23 +339,6 @@ def test_a_decay_that_was_added_to_the_gradient_is_the_updates(composed):
     )
 
 
-@pytest.mark.parametrize("rows_of_w", [slice(None), slice(1)])
-def test_a_decay_of_parameters_or_of_some_rows_is_told(composed, rows_of_w):
-    """One rate for all that is wrong, whether or not the gradient is shown."""
-    own, (params, gradient, buffer) = composed
-    after, state = momentum(params, gradient, buffer)
-    after["w"][rows_of_w] -= 0.02 * params["w"][rows_of_w]
-    told = "as if -0.02 times the parameters were added there (a weight decay)"
-    found = shown(after, state)
-    part, why = inferred(own, found)
-    assert part == "optimizer update"
-    assert why == f"its optimizer state is right; {told}; params/w: params/w is off"
-    found |= {f"gradient/{name}": leaf for name, leaf in gradient.items()}
-    part, why = inferred(own, found)
-    assert part == "optimizer update"
-    assert why == f"{told}; its gradient is right; params/w: params/w is off"
-
-
 def test_copies_of_the_parameters_that_were_made_anew_are_told():
     """As where a step begins at rounded parameters, and not at its float32 copies."""
     rng = np.random.default_rng(3)
@@ -376,27 +359,6 @@ def test_copies_of_the_parameters_that_were_made_anew_are_told():
     assert why.startswith(told)
     other = update(rounded, gradient, {**kept, "w": 0.99 * kept["w"]})
     assert "made anew" not in inferred(own, shown(*other))[1]
-
-
-def test_the_factors_of_wrong_steps_are_told(composed):
-    """Where all that is wrong with them is one for each leaf, as of clips in parts."""
-    own, (params, gradient, buffer) = composed
-    after, state = momentum(params, gradient, buffer)
-    moves = {f"params/{name}": after[name] - params[name] for name in after}
-    own = own._replace(moves=moves)
-    times = {"b": 0.5, "w": 3}
-    longer = {k: params[k] + times[k] * moves[f"params/{k}"] for k in times}
-    found = shown(longer, state)
-    found |= {f"gradient/{name}": leaf for name, leaf in gradient.items()}
-    told = "its step is 0.5 times the reference's in b and 3 times the reference's in w"
-    assert inferred(own, found)[1].startswith(f"{told}; its gradient is right; ")
-    same = {k: params[k] + 3 * moves[f"params/{k}"] for k in times}
-    told = "its step is 3 times the reference's in b, w"
-    assert inferred(own, found | shown(same, state))[1].startswith(f"{told}; ")
-    # One leaf says so itself, and others have other steps.
-    one = inferred(own, found | shown(after | {"w": longer["w"]}, state))[1]
-    other = inferred(own, found | shown(longer | {"w": after["w"][::-1]}, state))[1]
-    assert "its step is" not in one + other
 
 
 def test_a_state_that_no_gradient_explains_leaves_it_open(composed):

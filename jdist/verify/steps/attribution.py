@@ -118,10 +118,6 @@ class _WrongStep(NamedTuple):
         """A leaf without the reference's, float64."""
         return in_double(self.found[path]) - in_double(self.moment.wanted[path])
 
-    def way(self, path: str) -> np.ndarray:
-        """A leaf without that before the step, float64."""
-        return in_double(self.found[path]) - self.moment.before[path]
-
     def width(self, path: str) -> np.ndarray:
         """The bound of a floating leaf."""
         limit = self.moment.limits[path]
@@ -160,11 +156,9 @@ def attributed(
     elif any(within(path, "gradient") for path in found):
         why = f"its gradient is right; {wrong.worst('params', 'state')}"
         clip = _clip_of_state(wrong)
-        turns = "" if clip else _in_turns(wrong)
-        told = "; ".join(
-            filter(None, (clip, turns, _multiples(wrong), _decayed(wrong), why))
-        )
-        parts.append((CLIPPING if clip else "optimizer update", told))
+        told = clip or _in_turns(wrong)
+        part = CLIPPING if clip else "optimizer update"
+        parts.append((part, f"{told}; {why}" if told else why))
     else:
         parts.append(_inferred(wrong))
     name, parts = rows[0].candidate, _with_values(parts, values)
@@ -321,14 +315,9 @@ def _clip_of_state(wrong: _WrongStep) -> str:
 def _inferred(wrong: _WrongStep) -> tuple[str, str]:
     """The part, and why, from the optimizer's state alone."""
     moment, worst = wrong.moment, wrong.worst("params", "state")
-    told = "; ".join(filter(None, (_multiples(wrong), worst)))
-    unknown = UNKNOWN, f"{told}. {SHOW}"
+    unknown = UNKNOWN, f"{worst}. {SHOW}"
     if not wrong.complete:
-        factor = _factor_of_gradient(wrong)
-        if factor is None:
-            return unknown
-        why = f"its step is that of about {factor:.3g} times the gradient"
-        return "gradient", f"{why}; {wrong.worst('params')}"
+        return unknown
     if told := _made_anew(wrong) or _in_turns(wrong):
         return "optimizer update", f"{told}; {worst}"
     fixed = [p for p in wrong.updated if moment.limits[p] is None]
@@ -359,8 +348,7 @@ def _of_gradient(
         right = "optimizer state"
         if any(within(path, "state") for path in wrong.updated):
             right = next(iter(accumulators.values())).name
-        words = f"its {right} is right", _decayed(wrong), worst
-        return "optimizer update", "; ".join(filter(None, words))
+        return "optimizer update", f"its {right} is right; {worst}"
     if clip := clipped_in_parts(gradient, own, moment):
         return CLIPPING, f"{clip}; {worst}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
@@ -545,74 +533,11 @@ def _explained(wrong: _WrongStep, gradient: Mapping[str, np.ndarray]) -> bool:
     return all(wrong.is_made_so(p, after[p]) for p in wrong.updated)
 
 
-def _factor_of_gradient(wrong: _WrongStep) -> float | None:
-    """The multiple of the gradient that explains new parameters, if that alone does.
-
-    Of an optimizer that hides the scale, such as Adam, whose epsilon shows it.
-    """
-    moment = wrong.moment
-    params = [p for p in _floating(moment) if within(p, "params")]
-    if not all(_alike(wrong.found.get(p), moment.wanted[p]) for p in params):
-        return None
-    if moment.composed is None or not all(within(p, "params") for p in wrong.updated):
-        return None
-    ways = [(wrong.way(p), moment.moves[p], wrong.width(p)) for p in params]
-    way, move, width = (
-        np.concatenate([np.ravel(x) for x in own]) for own in zip(*ways, strict=True)
-    )
-    power = float(np.vdot(move, move).real)
-    # A multiple of the step would be one of the learning rate as well.
-    if not power or _fits(way - np.vdot(move, way) / power * move, way - move, width):
-        return None
-    own = [in_double(x) for x in jax.tree.leaves(moment.composed.inputs[1])]
-    before = [in_double(moment.before[p]) for p in params]
-    with double_precision(), jax.numpy_dtype_promotion("standard"):
-
-        def left(power: float) -> np.ndarray:
-            after = _update(moment, [2.0**power * g for g in own])
-            made = [
-                np.asarray(after[p]) - x for p, x in zip(params, before, strict=True)
-            ]
-            return way - np.concatenate([np.ravel(x) for x in made])
-
-        best, reach = 0.0, 16.0
-        # Ever finer grids: an error that is flat almost everywhere has no slope.
-        while reach > 1e-6:
-            grid = best + reach * np.linspace(-1, 1, 17)
-            best = min(grid, key=lambda x: float(np.linalg.norm(left(x) / width)))
-            reach /= 6
-        explained = _fits(left(best), way - move, width)
-    return float(2.0**best) if explained and abs(best) > REST else None
-
-
 def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
     """Whether a rest is within the bound, or a small part of the whole error."""
     if (np.abs(rest) <= width).all():
         return True
     return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
-
-
-def _multiples(wrong: _WrongStep) -> str:
-    """The factors of the steps of wrong parameters, in words, if that is all."""
-    groups: dict[str, list[str]] = {}
-    for path in (path for path in wrong.updated if within(path, "params")):
-        move = wrong.moment.moves.get(path)
-        if move is None or not _alike(wrong.found.get(path), move):
-            return ""
-        way = wrong.way(path)
-        factor = nearest_factor(move, way)
-        if not _fits(way - factor * move, way - move, wrong.width(path)):
-            return ""
-        groups.setdefault(f"{factor:.3g}", []).append(bare(path))
-    # One leaf says so itself; and many factors are no parts.
-    if sum(map(len, groups.values())) < 2 or len(groups) > TOLD:
-        return ""
-    each = (
-        f"{x} times the reference's in {', '.join(p[:TOLD])}"
-        + (f" and {len(p) - TOLD} more" if len(p) > TOLD else "")
-        for x, p in groups.items()
-    )
-    return f"its step is {' and '.join(each)}"
 
 
 def _made_anew(wrong: _WrongStep) -> str:
@@ -630,18 +555,6 @@ def _made_anew(wrong: _WrongStep) -> str:
             return ""
     told = ", ".join(states[:TOLD])
     return f"as if {told} were made anew of the parameters" if states else ""
-
-
-def _decayed(wrong: _WrongStep) -> str:
-    """The decay that explains what is wrong in new parameters; empty if none does."""
-    added, (_, found, moment) = {}, wrong
-    for path in (path for path in _floating(moment) if within(path, "params")):
-        if found.get(path) is not None and path in moment.before:
-            extra = wrong.error(path)
-            added[path] = np.where(np.abs(extra) > wrong.width(path), extra, 0)
-    rate = _decay(added, moment) if added else None
-    told = "times the parameters were added there (a weight decay)"
-    return "" if rate is None else f"as if {rate:.3g} {told}"
 
 
 def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
