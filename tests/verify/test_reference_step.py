@@ -352,7 +352,7 @@ def plain(state, batch):
         ),
         (
             {}, [BATCH], ValueError,
-            r"^`step\(step_fn=...\)` must be a function, or name at least one. Got {}",
+            r"^`step\(candidates=...\)` must name at least one function. Got {}",
         ),
         (
             lambda s, b: {"params": None, "count": s["count"]}, [BATCH],

@@ -301,7 +301,7 @@ def test_one_batch_in_place_of_a_list_of_batches(kind, rows, rng):
     single = kind((rng.normal(size=(rows, 3)), rng.normal(size=rows)))
     w = jnp.asarray(rng.normal(size=3), jnp.float32)
     single = jax.tree.map(np.float32, single)
-    rule = r"^`step\(batches=...\)` must be a list .*Got one batch, whose .* Wrap a s"
+    note = r"^`step\(batches=...\)` must be a list .*Got 2, each of which .* Wrap a s"
     update = lambda w, g, s: (w - g, s)  # noqa: E731
 
     def train(w, s, batch):
@@ -310,19 +310,24 @@ def test_one_batch_in_place_of_a_list_of_batches(kind, rows, rng):
     def whole(w, batch):
         return train(w, (), batch)[0]
 
+    refused = []
     for batches in (single, kind(reversed(single))):
         turn = 1 if batches is single else -1
         taken = lambda w, b, turn=turn: pair_losses(w, b[::turn])  # noqa: E731
-        with pytest.raises(ValueError, match=rule):
+        with pytest.raises((TypeError, ValueError)) as raised:
             verify.step(taken, update, (w, ()), batches, {"mine": train})
-    with pytest.raises(ValueError, match=rule):
+        refused.append(raised.value)
+    with pytest.raises((TypeError, ValueError)) as raised:
         verify.step(whole, whole, w, single)
+    for error in (*refused, raised.value):
+        assert re.search(note, error.__notes__[-1])
     assert verify.step(pair_losses, update, (w, ()), [single], {"mine": train}).ok
     assert verify.step(whole, whole, w, [single]).ok
-    # An error of the reference is its own, if each batch is one.
+    # An error of the reference has no such note, if its batches are no arrays.
     broken = lambda w, batch: w.astype(jnp.bfloat16)  # noqa: E731
-    with pytest.raises(TypeError, match="must return a state like the one"):
-        verify.step(whole, broken, w, single)
+    with pytest.raises(TypeError, match="must return a state like the one") as raised:
+        verify.step(whole, broken, w, [single])
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_what_is_no_function_is_named():

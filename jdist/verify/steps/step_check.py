@@ -150,14 +150,18 @@ def step(  # noqa: PLR0913 - options, by keyword
       >>> step(in_parts, on_one_device, {"params": w}, [x, 2 * x]).ok
       True
     """
-    check_options("step", reduction, accumulation)
-    options = weights, reduction, accumulation
     whole = candidates is None
     given = (update, state, batches) if whole else (loss_fn, update, state, batches)
-    with joined(timeout) as peers, on_one_device(state, batches):
-        named = _named(loss_fn if whole else candidates, whole)
-        steps = _reference(whole)(*given, *options)
-        return agreed(_report(steps, peers, named), peers)
+    # Before the reference is measured, which may take minutes.
+    named = _named(loss_fn if whole else candidates, whole)
+    judge = step_judge(
+        *given,
+        weights=weights,
+        reduction=reduction,
+        accumulation=accumulation,
+        timeout=timeout,
+    )
+    return judge(named)
 
 
 def step_judge(
@@ -210,8 +214,9 @@ def step_judge(
     options = weights, reduction, accumulation
     whole = batches is None
     given = (loss_fn, update, state) if whole else (loss_fn, update, state, batches)
+    measured: Callable[..., _Steps] = _whole_steps if whole else _composed_steps
     with joined(timeout), on_one_device(*given[-2:]):
-        steps = _reference(whole)(*given, *options)
+        steps = measured(*given, *options)
 
     def judge(candidates: Any) -> Report:
         with joined(timeout) as peers, on_one_device(*given[-2:]):
@@ -222,20 +227,11 @@ def step_judge(
 
 def _named(candidates: Any, whole: bool) -> Mapping[str, Callable[..., Any]]:
     """The candidates by name, which are checked; `whole` if each is one function."""
-    if not whole:
-        check_candidates("step", candidates)
-    elif not isinstance(candidates, Mapping):
+    if whole and not isinstance(candidates, Mapping):
         return {"step_fn": candidates}
-    elif not candidates:
-        rule = "must be a function, or name at least one"
-        raise ValueError(requirement("step(step_fn=...)", rule, candidates))
+    check_candidates("step", candidates)
     named: Mapping[str, Callable[..., Any]] = candidates
     return named
-
-
-def _reference(whole: bool) -> Callable[..., _Steps]:
-    """What measures the reference's steps, given functions, state, batches, options."""
-    return _whole_steps if whole else _composed_steps
 
 
 def _composed_steps(
@@ -258,7 +254,7 @@ def _composed_steps(
     losses = partial(training.losses, states=own.get("states", ()))
     check = partial(check_problem, "step", losses, params, names=("state", "batches"))
     start = _arrays((*state, ())[:3])
-    with _no_single_batch(partial(losses, brought(params)), brought(batches)):
+    with _batches_noted(batches):
         # Every batch is checked before the first step of any candidate is run.
         for batch, weight in weighted:
             check(batch, weight, training.reduction)
@@ -287,7 +283,7 @@ def _whole_steps(
     _weighted(batches, None)
     start = _arrays(state)
     own, given = brought(start), brought(batches)
-    with _no_single_batch(partial(reference_step, own), given):
+    with _batches_noted(batches):
         reference = ReferenceStep(reference_step, own, given[0])
         moments = list(reference.moments(own, given, accumulation))
     missed = ", ".join(sorted(reference.unmeasured))
@@ -341,35 +337,15 @@ _WRAP = "Wrap a single batch in a list."
 
 
 @contextlib.contextmanager
-def _no_single_batch(
-    function: Callable[[PyTree], object], batches: Sequence[PyTree]
-) -> Iterator[None]:
-    """Refuses one batch, such as `(x, y)`, that was given as the list of batches.
-
-    Args:
-      function: A function of a batch, which JAX can trace.
-      batches: What was given as a batch for each step.
-
-    Raises:
-      ValueError: In place of an error in the block, where that explains it.
-    """
+def _batches_noted(batches: Sequence[Any]) -> Iterator[None]:
+    """Says beside an error what `batches` are, if they may be the arrays of one."""
     try:
         yield
     except Exception as error:
-        parts = all(_traces(function, batch) for batch in batches)
-        whole = any(_traces(function, kind(batches)) for kind in (tuple, list))
-        if parts or not whole:
-            raise
-        got = "one batch, whose parts are no batches"
-        raise ValueError(requirement(_BATCHES, _ONE_EACH, got, _WRAP)) from error
-
-
-def _traces(function: Callable[[PyTree], object], batch: PyTree) -> bool:
-    try:
-        jax.eval_shape(function, batch)
-    except Exception:  # noqa: BLE001 - by any error the function refuses it
-        return False
-    return True
+        if any(hasattr(batch, "dtype") for batch in batches):
+            got = f"{len(batches)}, each of which was taken for a batch"
+            error.add_note(requirement(_BATCHES, _ONE_EACH, got, _WRAP))
+        raise
 
 
 def _weighted(
