@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
-from jdist.verify.bound import in_double
+from jdist.verify.bound import in_double, unit_roundoff
 from jdist.verify.evaluation.lockstep import PrecisionPair, Value
 from jdist.verify.evaluation.piecewise import BOTH
 from jdist.verify.explanations.diagnosis import diagnose, nearest_factor
@@ -114,20 +114,15 @@ class _WrongStep(NamedTuple):
         also = ", ".join(other.path for other in others[:TOLD])
         return f"{row.path}: {row.problem}" + (f"; also wrong: {also}" if also else "")
 
-    def error(self, path: str) -> np.ndarray:
-        """A leaf without the reference's, float64."""
-        return in_double(self.found[path]) - in_double(self.moment.wanted[path])
-
-    def width(self, path: str) -> np.ndarray:
-        """The bound of a floating leaf."""
-        limit = self.moment.limits[path]
-        assert limit is not None, f"{path} is floating"
-        return np.broadcast_to(limit.bound, np.shape(self.moment.wanted[path]))
-
     def is_made_so(self, path: str, made: ArrayLike) -> bool:
         """Whether a leaf is this, up to rounding or a small part of its error."""
-        rest = in_double(self.found[path]) - np.asarray(made)
-        return _fits(rest, self.error(path), self.width(path))
+        found, limit = in_double(self.found[path]), self.moment.limits[path]
+        assert limit is not None, f"{path} is floating"
+        rest = found - np.asarray(made)
+        if (np.abs(rest) <= limit.bound).all():
+            return True
+        error = found - in_double(self.moment.wanted[path])
+        return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
 
 
 def attributed(
@@ -203,8 +198,13 @@ def attributed_of_whole(
     rest = (path for path in wrong.failing if path not in updated)
     places = dict.fromkeys(path.partition("/")[0] for path in rest)
     parts = [(_PARTS.get(x, x), wrong.worst(x)) for x in places]
-    if updated:
-        parts.append(_of_update(of_batch, wrong, updated))
+    # Such as a count: no gradient can make it wrong.
+    fixed = [path for path in updated if not of_batch.get(path)]
+    if fixed:
+        why = f"{fixed[0]}, which does not depend on the batch, is wrong"
+        parts.append(("optimizer update", why))
+    elif updated:
+        parts.append((UNKNOWN, f"{wrong.worst(*updated)}. {COMPOSE}"))
     name = rows[0].candidate
     return tuple(Attribution(name, step, part, why) for part, why in parts)
 
@@ -212,76 +212,9 @@ def attributed_of_whole(
 _PARTS = dict.fromkeys(("states", "batch_stats", "model_state"), "model state")
 
 
-def _is_optimizers(path: str) -> bool:
-    # Also "opt", "opt_state", "optim", "optimizer".
-    return within(path, "state") or path.startswith("opt")
-
-
 def _is_updated(path: str) -> bool:
-    return within(path, "params") or _is_optimizers(path)
-
-
-def _of_update(
-    of_batch: Mapping[str, bool], wrong: _WrongStep, failing: list[str]
-) -> tuple[str, str]:
-    """The part, and why, of wrong parameters or a wrong optimizer state."""
-    update, worst = "optimizer update", wrong.worst(*failing)
-    _, found, moment = wrong
-    # Such as a count: no gradient can make it wrong.
-    fixed = [path for path in failing if not of_batch.get(path)]
-    if fixed:
-        return update, f"{fixed[0]}, which does not depend on the batch, is wrong"
-    averages = _averages(moment)
-    moments = [
-        path for path in found
-        if of_batch.get(path) and _is_optimizers(path) and path not in averages
-    ]  # fmt: skip
-    # Averages of wrong parameters are wrong with them.
-    failing = [path for path in failing if path not in averages]
-    # Another optimizer leaf with a parameter's name and shape is its moment. If it is
-    # right, so is the gradient: if only parameters fail, all moments are right.
-    kept = [
-        any(
-            path.endswith(f"/{bare(p)}")
-            and np.shape(found[path]) == moment.wanted[p].shape
-            for path in moments
-        )
-        for p in failing
-        if within(p, "params")
-    ]
-    if not failing:
-        return update, f"its parameters are right; {worst}"
-    if all(kept) and len(kept) == len(failing):
-        return update, f"its optimizer state is right; {worst}"
-    return UNKNOWN, f"{worst}. {COMPOSE}"
-
-
-def _averages(moment: Moment) -> set[str]:
-    """The optimizer's leaves that are averages of the parameters, or copies of them.
-
-    Such a tree becomes a + c (p - a), of the new parameters p, with one 0 < c <= 1.
-    """
-    params = [path for path in moment.moves if within(path, "params")]
-    trees: dict[str, dict[str, str]] = {}
-    for path in filter(_is_optimizers, moment.moves):
-        for p in params:
-            if path.endswith(f"/{bare(p)}"):
-                trees.setdefault(path.removesuffix(bare(p)), {})[p] = path
-    found: set[str] = set()
-    for tree in trees.values():
-        pairs = [
-            ((in_double(moment.wanted[p]) - moment.before[a]).ravel(), own.ravel())
-            for p, a in tree.items()
-            if (own := moment.moves[a]).shape == moment.moves[p].shape
-        ]
-        if len(pairs) < len(params):
-            continue
-        way, step = map(np.concatenate, zip(*pairs, strict=True))
-        factor = nearest_factor(way, step)
-        rest = np.linalg.norm(step - factor * way)
-        if 0 < factor < 1 + REST and rest <= REST * np.linalg.norm(step):
-            found.update(tree.values())
-    return found
+    # Also "opt", "opt_state", "optim", "optimizer".
+    return within(path, "params") or within(path, "state") or path.startswith("opt")
 
 
 def within(path: str, part: str) -> bool:
@@ -318,7 +251,7 @@ def _inferred(wrong: _WrongStep) -> tuple[str, str]:
     unknown = UNKNOWN, f"{worst}. {SHOW}"
     if not wrong.complete:
         return unknown
-    if told := _made_anew(wrong) or _in_turns(wrong):
+    if told := _in_turns(wrong):
         return "optimizer update", f"{told}; {worst}"
     fixed = [p for p in wrong.updated if moment.limits[p] is None]
     if fixed:
@@ -417,12 +350,12 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
             for small in SMALL
         ]
     known: dict[str, Accumulator] = {}
-    averages = _averages(moment)
     for name in _floating(moment):
         value = np.asarray(slopes[0][0][name])
         first, second = (np.asarray(tangent[name]) for _, tangent in slopes)
-        if within(name, "params") or name in averages:
-            continue  # They depend on the step, not on the gradient alone.
+        # They depend on the step, not on the gradient alone.
+        if within(name, "params") or _is_average(name, moment, *slopes[0]):
+            continue
         for path, point, along in zip(gradients, own, direction, strict=True):
             factor = _factor(first, along)
             # A slope that depends on the gradient: not linear, as a square.
@@ -434,9 +367,33 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
     return known if len(known) == len(gradients) else None
 
 
+def _is_average(
+    name: str,
+    moment: Moment,
+    after: Mapping[str, jax.Array],
+    tangent: Mapping[str, jax.Array],
+) -> bool:
+    """Whether a leaf is an average of a parameter, or a copy of it.
+
+    Such a leaf becomes a + c (p - a), of the new parameter p, with 0 < c <= 1.
+    """
+    old, own = in_double(moment.before[name]), np.asarray(tangent[name])
+    # The update has rounded c and 1 - c; a factor is known to 12 digits.
+    near = max(4 * unit_roundoff(moment.wanted[name].dtype), 1e-9)
+    for path in (path for path in after if within(path, "params")):
+        share = _factor(own, np.asarray(tangent[path]))
+        if share is None or not 0 < share < 1 + near:
+            continue
+        way = share * (np.asarray(after[path]) - old)
+        rest = np.linalg.norm(np.asarray(after[name]) - old - way)
+        if rest <= near * (np.linalg.norm(old) + np.linalg.norm(way)):
+            return True
+    return False
+
+
 def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
     """The ratio of a tangent to its direction, to 12 digits; None if it varies."""
-    if tangent.shape != along.shape or not tangent.size or not tangent.any():
+    if tangent.shape != along.shape or not tangent.any() or not along.all():
         return None
     # Entry by entry, because an accumulator has one factor for all entries.
     ratio = tangent / along
@@ -531,30 +488,6 @@ def _explained(wrong: _WrongStep, gradient: Mapping[str, np.ndarray]) -> bool:
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         after = _update(wrong.moment, [gradient[path] for path in order])
     return all(wrong.is_made_so(p, after[p]) for p in wrong.updated)
-
-
-def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
-    """Whether a rest is within the bound, or a small part of the whole error."""
-    if (np.abs(rest) <= width).all():
-        return True
-    return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
-
-
-def _made_anew(wrong: _WrongStep) -> str:
-    """The wrong copies of the parameters that were made of them again, in words."""
-    _, found, moment = wrong
-    states = [path for path in wrong.updated if within(path, "state")]
-    for path in states:
-        params = (p for p in moment.moves if within(p, "params"))
-        own = next((p for p in params if path.endswith(f"/{bare(p)}")), path)
-        if path not in moment.moves or moment.moves[own].shape != found[path].shape:
-            return ""
-        apart = in_double(moment.before[own]) - in_double(moment.before[path])
-        error = wrong.error(path)
-        if not apart.any() or not _fits(error - apart, error, wrong.width(path)):
-            return ""
-    told = ", ".join(states[:TOLD])
-    return f"as if {told} were made anew of the parameters" if states else ""
 
 
 def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:

@@ -115,9 +115,9 @@ def step(  # noqa: PLR0913 - options, by keyword
       well. `attributions` say which part of the first wrong step was wrong: "gradient",
       "optimizer update" or "model state"; or "gradient or optimizer update" where what
       the candidate shows cannot tell; or the name of the value, tapped in `update`,
-      that is wrong first. In the second form they name the part of the state, and say
-      "optimizer update" where the optimizer's state, which is made of the gradient, is
-      right.
+      that is wrong first. In the second form they name the part of the state, and
+      say "optimizer update" where a leaf of the optimizer is wrong that does not depend
+      on the batch, such as a count.
 
     Raises:
       ValueError: No batches or candidates; a state of another length; not as many
