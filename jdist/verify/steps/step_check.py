@@ -314,7 +314,7 @@ def _report(
     for name, candidate in candidates.items():
         own, cause, unsure = _judged(steps, peers, name, candidate)
         rows += own
-        notes += _equalities(name, own) + unsure
+        notes += unsure
         causes += cause
     notes += steps.notes + steps.moments[0].notes
     return Report(rows, notes=notes, attributions=causes)
@@ -635,12 +635,3 @@ def _hidden(row: LeafReport, moment: Moment) -> LeafReport:
         f"{np.max(limit.bound):.1e}: no step at all would pass too"
     )
     return replace(row, unjudged=text)
-
-
-def _equalities(name: str, rows: Sequence[LeafReport]) -> tuple[str, ...]:
-    """Notes on parameters that are bit-equal to the reference's."""
-    params = [row for row in rows if within(row.path, "params")]
-    if params and all(row.bit_equal for row in params):
-        return (f"{name}: every parameter is bit-equal to the reference's",)
-    equal = [row.path for row in params if row.bit_equal]
-    return (f"{name}: bit-equal in {', '.join(equal)}",) if equal else ()
