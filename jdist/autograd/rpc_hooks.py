@@ -55,19 +55,19 @@ class CrossingHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True
       message: Message id; 0 for an answer without recorded values.
       slots: Number of recorded values in it.
       reach: Message ids of the send functions that its cotangents would reach, its own
-        among them; None if there are too many.
+        among them: see `node.Reach`.
     """
 
     context: _Id
     answers: _Id
     message: _Id
     slots: _Id
-    reach: list[_Id] | None
+    reach: dict[_Id, _Id]
 
     @classmethod
     def begun(cls, context: int, answers: int, message: int) -> "CrossingHeader":
         """Makes the header of a message without recorded values."""
-        return cls(context, answers, message, 0, [])
+        return cls(context, answers, message, 0, {})
 
     @classmethod
     def of(cls, meta: dict[str, object]) -> "CrossingHeader | None":
@@ -81,8 +81,9 @@ class CrossingHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True
             return row
         malformed = "The autograd part of a message is malformed"
         header: CrossingHeader = unpacked(row, cls, malformed)
-        ids = (header.context, header.answers, header.message, *(header.reach or ()))
-        if max(ids) >> 64:  # a bound that msgspec cannot express
+        ids = (header.context, header.answers, header.message)
+        # A bound that msgspec cannot express.
+        if max(*ids, *header.reach, *header.reach.values()) >> 64:
             raise ProtocolError(f"{malformed}: ids have 64 bits.")
         meta[META] = header  # the next caller finds it checked
         return header
@@ -175,8 +176,7 @@ class RpcHooks:
         before = send.outputs
         slot = send.slot(edge, array)
         if send.outputs != before:
-            header.slots = send.outputs
-            header.reach = None if send.reach is None else sorted(send.reach)
+            header.slots, header.reach = send.outputs, send.reach
         return (slot, light(array) if send.light else array)
 
     def give_variable(
@@ -238,7 +238,7 @@ class RpcHooks:
             header.message,
             message.worker,
             header.slots,
-            None if header.reach is None else frozenset(header.reach),
+            header.reach,
         )
         if context is None:
             return made

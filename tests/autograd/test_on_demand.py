@@ -79,9 +79,9 @@ def test_workers_made_later_have_it():
 @pytest.mark.parametrize(
     "row",
     [
-        None, 5, [], [1, 2, 3], [1, 0, 1, 0, 5], [1, 0, 1, 0, [-1]], ["a", 0, 1, 0, []],
-        [1 << 64, 0, 1, 0, []], [True, 0, 1, 0, []], [1, 0, 1, -1, []],
-        [1, 0, 1, 0, {}],
+        None, 5, [], [1, 2, 3], [1, 0, 1, 0, 5], [1, 0, 1, 0, {-1: 1}],
+        [1, 0, 1, 0, {1: 1 << 64}], ["a", 0, 1, 0, {}], [1 << 64, 0, 1, 0, {}],
+        [True, 0, 1, 0, {}], [1, 0, 1, -1, {}], [1, 0, 1, 0, []],
     ],
 )  # fmt: skip
 def test_malformed_metadata_is_refused(threads, row):
@@ -98,7 +98,7 @@ def test_a_slot_belongs_to_its_message(threads, row):
     context_id = (1 << 48) + 5
     boundary = current.worker().interceptor
     message = MessageContext(
-        rpc.WorkerInfo("worker1", 1, incarnation=1), {META: [context_id, 0, 9, 2, []]}
+        rpc.WorkerInfo("worker1", 1, incarnation=1), {META: [context_id, 0, 9, 2, {}]}
     )
     assert boundary.take((1, 7.0), message).edge.index == 1
     with pytest.raises(rpc.ProtocolError, match="has a slot of its message"):

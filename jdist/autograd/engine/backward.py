@@ -21,6 +21,7 @@ from jdist.autograd.engine.engine import LocalPass, Root
 from jdist.autograd.engine.messages import PassFailure
 from jdist.autograd.engine.replicated import groups_with_variables, reduced
 from jdist.autograd.recording.errors import AutogradError, refused
+from jdist.autograd.recording.node import below
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, RpcTimeout, RRef, WorkerInfo
@@ -121,10 +122,9 @@ def _begin(
     deadline: current.Deadline,
     outcome: Future[None] | None = None,
 ) -> LocalPass:
-    engine, marks = engines.of(context.container), None
-    if mode == "smart":
-        starts = [root.edge.node for root in roots]
-        marks = engine.mark(context.id, starts, deadline.remaining() or 0.0)
+    # Each value has the sends below it, on any worker: marks take no round trip.
+    marks = below([root.edge for root in roots]) if mode == "smart" else None
+    engine = engines.of(context.container)
     return engine.begin(context, roots, marks, retain_graph, deadline, outcome)
 
 

@@ -12,8 +12,8 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,7 +25,6 @@ from jdist.autograd.contexts import Container, Context, maker
 from jdist.autograd.engine.messages import (
     END,
     GRADIENTS,
-    REACH,
     TERMS,
     GradientAnswer,
     MessageGradient,
@@ -50,13 +49,14 @@ from jdist.autograd.recording.node import (
     Edge,
     Node,
     Numbers,
+    Reach,
     RecvNode,
     SendNode,
+    ids_in,
     plus,
-    reached_from,
 )
 from jdist.autograd.recording.variable import LeafNode, Variable
-from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, WorkerLost
+from jdist.rpc import Future, RpcError, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
     InterruptSafeLock,
     Outgoing,
@@ -431,7 +431,7 @@ class LocalPass:
             mine = self._container.ids.worker
             sends = {
                 mark: context.sends.get(mark) or self._no_send(mark)
-                for mark in self.terms.marks
+                for mark in ids_in(self.terms.marks)
                 if maker(mark) == mine
             }
         roots = self._roots or ()
@@ -659,7 +659,6 @@ class Engine:
         self._agent.extension_state.on_gone(self._on_gone)
         self._agent.register(GRADIENTS, self._on_gradients)
         self._agent.register(END, self._on_end)
-        self._agent.register(REACH, self._on_reach)
 
     # --- passes ---
 
@@ -667,7 +666,7 @@ class Engine:
         self,
         context: Context,
         roots: Sequence[Root],
-        marks: list[int] | None,
+        marks: Reach | None,
         retain_graph: bool,
         deadline: current.Deadline,
         outcome: Future[None] | None = None,
@@ -677,44 +676,6 @@ class Engine:
         terms = PassTerms(context.id, pass_id, retain_graph, marks)
         made = LocalPass(self, context, terms, deadline, roots, outcome)
         return self._enter(context, made)
-
-    def mark(
-        self, context_id: int, starts: Iterable[Node], timeout: float
-    ) -> list[int]:
-        """Finds the ids of all send functions, on any worker, that these nodes reach.
-
-        Args:
-          context_id: Id of the context.
-          starts: Nodes of this worker.
-          timeout: Seconds to wait for each answer.
-
-        Raises:
-          RpcTimeout, WorkerLost: A worker that had to be asked did not answer.
-          ContextNotFound: One has released the context.
-        """
-        # Messages carry along the send functions below each node, on any worker. Only
-        # where there are too many their workers are asked, from message to message.
-        known, beyond = reached_from(starts)
-        asked: set[int] = set()
-        while questions := beyond - asked:
-            # Each once: histories of several workers may share a message.
-            asked |= questions
-            # The top of a message id is the worker that has its send function.
-            by_worker = defaultdict(list)
-            for message_id in sorted(questions):
-                by_worker[maker(message_id)].append(message_id)
-            answers = [
-                self._agent.call_async(
-                    self._container.peer(worker).info, REACH, (context_id, ids), timeout
-                )
-                for worker, ids in by_worker.items()
-            ]
-            for answer in answers:
-                rule = "The answer has ids of messages"
-                more, further = unpacked(answer.wait(), tuple[set[int], set[int]], rule)
-                known |= more
-                beyond |= further
-        return sorted(known)
 
     def counts(self) -> dict[str, int]:
         """Counts of passes and contexts, for `rpc.debug_info`."""
@@ -814,22 +775,6 @@ class Engine:
             # The end came before the first gradient: the workers beyond must know, too.
             terms = PassTerms(context_id, pass_id, False, None)
             self.tell_failed(context, terms, failure)
-
-    def _on_reach(
-        self, caller: WorkerInfo, body: object, meta: Mapping[str, object]
-    ) -> tuple[list[int], list[int]]:
-        rule = "What is asked for is a context and ids of messages"
-        context_id, ids = unpacked(body, tuple[int, list[int]], rule)
-        sends = self._container.retrieve(context_id).send_functions()
-        # A send that has failed, say. To leave it out would end a SMART pass without
-        # its gradient.
-        unknown = [message_id for message_id in ids if message_id not in sends]
-        if unknown:
-            raise ProtocolError(
-                f"Could not find send function for autograd message id: {unknown[0]}."
-            )
-        known, beyond = reached_from([sends[message_id] for message_id in ids])
-        return list(known), list(beyond)
 
 
 def install(container: Container) -> None:

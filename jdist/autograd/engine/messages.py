@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from jdist.autograd.recording.errors import BackwardError
-from jdist.autograd.recording.node import Cotangent, light
+from jdist.autograd.recording.node import Cotangent, Reach, light
 from jdist.rpc import ProtocolError, RpcError
 from jdist.rpc.extension import Reply, unpacked
 
@@ -20,9 +20,6 @@ GRADIENTS = "autograd.backward"
 
 END = "autograd.end"
 """Kind of the requests that end a pass that has failed."""
-
-REACH = "autograd.reach"
-"""Kind of the requests that ask for the reach of send functions."""
 
 TERMS = "terms"
 """The entry of a request's metadata that holds its `PassTerms`."""
@@ -66,14 +63,14 @@ class PassTerms(NamedTuple):
       context_id: Id of the context.
       pass_id: Id of the pass; unique in the group.
       retain_graph: Whether the functions can be run again.
-      marks: In SMART mode, the ids of the messages that take part, of all workers; None
-        in FAST mode.
+      marks: In SMART mode, the ids of the messages that take part, of all workers, as
+        a `Reach`; None in FAST mode.
     """
 
     context_id: int
     pass_id: int
     retain_graph: bool
-    marks: list[int] | None
+    marks: Reach | None
 
 
 class PassFailure(NamedTuple):

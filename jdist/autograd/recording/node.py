@@ -101,14 +101,14 @@ def next_order() -> Order:
 
 # --- nodes ---
 
-Reach = frozenset[int]
-"""Message ids of send functions; an id tells its worker too."""
+Reach = dict[int, int]
+"""A set of message ids: bit i of the mask at key k stands for the id 64 k + i.
 
-MAX_REACH = 256
-"""Largest number of ids of send functions that a node carries; beyond, workers are
-asked."""
+A worker numbers its messages one by one, so that a mask has many of them. Sets are
+shared, and never changed.
+"""
 
-NOWHERE: Reach = frozenset()
+NOWHERE: Reach = {}
 
 
 class Edge(NamedTuple):
@@ -129,7 +129,7 @@ class Node:
 
     Attributes:
       reach: All send functions, on any worker, that a cotangent which arrives here
-        would reach; None if there are more than `MAX_REACH`.
+        would reach.
     """
 
     # Slots: a training step makes as many nodes as it calls functions.
@@ -146,7 +146,7 @@ class Node:
         self.inputs = inputs
         self.outputs = outputs
         self.order = order
-        self.reach: Reach | None = below(inputs) if inputs else NOWHERE
+        self.reach: Reach = below(inputs) if inputs else NOWHERE
 
     @property
     def name(self) -> str:
@@ -257,7 +257,7 @@ class SendNode(Node):
     ) -> None:
         super().__init__("send", (), 0, order)
         # Itself among them, as the message tells them: its values lead to it first.
-        self.reach = frozenset((message_id,))
+        self.reach = {message_id // 64: 1 << message_id % 64}
         self.message_id = message_id
         self.light = False
         self.worker, self.incarnation = worker.name, incarnation_of(worker)
@@ -283,9 +283,7 @@ class SendNode(Node):
                 if isinstance(value, np.ndarray) or not value.committed
                 else value.sharding
             )
-            beyond = edge.node.reach
-            if beyond is not NOWHERE:
-                self.reach = join(self.reach, beyond)
+            self.reach = join(self.reach, edge.node.reach)
         return known
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
@@ -330,7 +328,7 @@ class RecvNode(Node):
         message_id: int,
         worker: WorkerInfo,
         outputs: int,
-        reach: Reach | None,
+        reach: Reach,
     ) -> None:
         super().__init__("receive", (), outputs)
         self.context_id = context_id
@@ -347,49 +345,34 @@ class RecvNode(Node):
 # --- reach: the marking of SMART mode ---
 
 
-def below(inputs: Iterable[Edge | None]) -> Reach | None:
+def below(inputs: Iterable[Edge | None]) -> Reach:
     """Return the union of the reaches of the nodes of these edges."""
     reaches = [edge.node.reach for edge in inputs if edge is not None]
-    start: Reach | None = NOWHERE
-    return functools.reduce(join, reaches, start)
+    return functools.reduce(join, reaches, NOWHERE)
 
 
-def join(one: Reach | None, other: Reach | None) -> Reach | None:
-    """Return the union of both; None if it is too large or either is None."""
-    if one is None or other is None:
-        return None
+def join(one: Reach, other: Reach) -> Reach:
+    """Return the union of both, one of them if that is it."""
     # Identity first: most inputs share one set, and to compare it costs.
-    if other is one or other <= one:
-        return one  # most nodes share their inputs' set, and take no memory for it
-    if one <= other:
-        return other
-    both = one | other
-    # Sets travel with every message, so that their size is bounded.
-    return both if len(both) <= MAX_REACH else None
+    if one is other or not other:
+        return one
+    joined = dict(one)
+    for block, mask in other.items():
+        joined[block] = joined.get(block, 0) | mask
+    # Most nodes share their inputs' set, and take no memory for it.
+    return next((known for known in (one, other) if known == joined), joined)
 
 
-def reached_from(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
-    """Find the send functions that cotangents from `starts` would reach.
+def ids_in(reach: Reach) -> list[int]:
+    """List the ids in a set, in order.
 
-    Returns:
-      The message ids of the send functions, and those among them, on other workers,
-      whose own reach is not known here.
+    Example:
+      >>> ids_in({2: 0b11, 0: 1 << 63})
+      [63, 128, 129]
     """
-    known: set[int] = set()
-    beyond: set[int] = set()
-    seen: set[Node] = set()
-    rest = list(starts)
-    while rest:
-        node = rest.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.reach is not None:
-            known |= node.reach
-        elif isinstance(node, RecvNode):
-            known.add(node.message_id)
-            beyond.add(node.message_id)
-        else:
-            # Its own set was too large; those below it may be known.
-            rest += [edge.node for edge in node.inputs if edge is not None]
-    return known, beyond
+    return [
+        64 * block + place
+        for block, mask in sorted(reach.items())
+        for place in range(64)
+        if mask >> place & 1
+    ]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
+from jdist.autograd.recording.node import ids_in
 from tests.autograd.context_checks import is_valid_context
 from tests.autograd.recording_cases import (
     WAYS,
@@ -285,10 +286,12 @@ def reaches():
             for who in rpc.get_worker_infos()
             for message in rpc.rpc_sync(who, sent, args=(context_id,))
         }
-        assert unused.edge.node.reach < ids
-        assert not unused.edge.node.reach & two.edge.node.reach
-        assert one.edge.node.reach < two.edge.node.reach
-        return ids == unused.edge.node.reach | two.edge.node.reach, len(ids)
+        first, second, third = (
+            set(ids_in(value.edge.node.reach)) for value in (one, two, unused)
+        )
+        assert not third & second
+        assert first < second
+        return ids == third | second, len(ids)
 
 
 def sent(context_id):

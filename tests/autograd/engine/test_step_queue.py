@@ -90,7 +90,7 @@ def test_a_step_that_waits_runs_what_is_ready():
         x = autograd.variable(jnp.array([2.0, 3.0], jnp.float32))
         root = Root((x * x).sum().edge, jnp.float32(1.0))
         context = here().retrieve(context_id)
-        started = engines.of(here()).begin(context, [root], [], False, NEVER)
+        started = engines.of(here()).begin(context, [root], {}, False, NEVER)
         done = []
 
         def begin_and_leave():

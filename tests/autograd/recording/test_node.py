@@ -1,4 +1,4 @@
-"""Arrays on their way between nodes."""
+"""Arrays on their way between nodes, and the sets of messages below them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._compat import placed
-from jdist.autograd.recording.node import light, plus
+from jdist.autograd.recording.node import (
+    NOWHERE,
+    RecvNode,
+    SendNode,
+    ids_in,
+    join,
+    light,
+    plus,
+)
+from jdist.rpc import WorkerInfo
 
 
 def test_small_arrays_are_sent_as_those_of_numpy():
@@ -57,3 +66,27 @@ def test_a_sum_with_an_array_of_numpy_stays_where_it_may_be_anywhere():
     for found in (plus(there, other), plus(other, there)):
         assert found.devices() == {jax.devices()[1]}
         assert found.tolist() == [6, 10]
+
+
+def reach_of(*ids):
+    worker, reach = WorkerInfo("a", 0, 0), NOWHERE
+    for one in ids:
+        send = SendNode(one, worker, "", (0, 0))
+        reach = join(reach, send.reach)
+    return reach
+
+
+def test_the_messages_below_a_value_are_those_below_all_that_it_is_made_of(rng):
+    numbers = [int(n) + (int(n % 3) << 48) for n in rng.integers(0, 300, 200)]
+    one, other = numbers[:120], numbers[80:]
+    joined = join(reach_of(*one), reach_of(*other))
+    assert ids_in(joined) == sorted({*numbers})
+    assert joined == reach_of(*numbers[::-1])
+
+
+def test_a_value_shares_the_set_of_what_it_is_made_of():
+    small, large = reach_of(1, 64), reach_of(63, 1, 64)
+    for one, other in ((small, large), (large, small), (large, NOWHERE)):
+        assert join(one, other) is large
+    assert join(NOWHERE, large) is large
+    assert RecvNode(1, 2, WorkerInfo("a", 0, 0), 1, large).reach is large
