@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jdist._compat import beside, called_outside_mesh, placed_at
 from jdist._errors import check_choice, check_flags, check_type, value_error
 from jdist._tree import PyTree
-from jdist.autograd.contexts import Container, Context, here, recorded_into
+from jdist.autograd.contexts import Container, here, recorded_into
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.engine import LocalPass, Root
 from jdist.autograd.engine.messages import PassFailure
@@ -24,13 +24,8 @@ from jdist.autograd.recording.errors import AutogradError, refused
 from jdist.autograd.recording.node import below
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
-from jdist.rpc import Future, RpcTimeout, RRef, WorkerInfo
-from jdist.rpc.extension import (
-    InterruptSafeLock,
-    current,
-    futures,
-    unpacked,
-)
+from jdist.rpc import RpcTimeout, RRef, WorkerInfo
+from jdist.rpc.extension import InterruptSafeLock, current, futures, unpacked
 
 MODES = ("smart", "fast")
 
@@ -114,20 +109,6 @@ def backward(
     InterruptSafeLock.releasing_all([group.lock for group in groups], act)
 
 
-def _begin(
-    context: Context,
-    roots: list[Root],
-    mode: str,
-    retain_graph: bool,
-    deadline: current.Deadline,
-    outcome: Future[None] | None = None,
-) -> LocalPass:
-    # Each value has the sends below it, on any worker: marks take no round trip.
-    marks = below([root.edge for root in roots]) if mode == "smart" else None
-    engine = engines.of(context.container)
-    return engine.begin(context, roots, marks, retain_graph, deadline, outcome)
-
-
 def _pass(
     container: Container,
     context_id: int,
@@ -145,7 +126,10 @@ def _pass(
     # Within a call of another worker its deadline counts too.
     limit = current.resolve(timeout, agent.default_timeout, current.deadline())
     seeds = _roots(roots, cotangents)
-    local_pass = _begin(context, seeds, mode, retain_graph, limit)
+    # Each value has the sends below it, on any worker: the marks take no round trip.
+    marks = below([root.edge for root in seeds]) if mode == "smart" else None
+    engine = engines.of(container)
+    local_pass = engine.begin(context, seeds, marks, retain_graph, limit)
     local_pass.withheld = withheld
     try:
         local_pass.drive()
@@ -272,45 +256,14 @@ REFERENCE = "autograd.reference"
 
 def install(container: Container) -> None:
     """Registers `RRef.backward`, for references on this worker and from it."""
-    agent = container.agent
 
-    def answer(
-        caller: WorkerInfo, body: object, meta: dict[str, object]
-    ) -> Future[None]:
+    def answer(caller: WorkerInfo, body: object, meta: dict[str, object]) -> None:
         rule = "A reference, a context and a mode are needed"
         rref, context_id, retain_graph = unpacked(body, tuple[RRef, int, bool], rule)
-        # Taken in the call: the pass begins later, on another thread.
-        limit = current.deadline()
-        outcome: Future[None] = Future()
+        backward(context_id, [rref.local_value()], retain_graph=retain_graph)
 
-        def begin(computed: Future[type]) -> None:
-            computed.value()
-            context = container.retrieve(context_id)
-            seeds = _roots([rref.local_value()], None)
-            local_pass = _begin(context, seeds, "smart", retain_graph, limit, outcome)
-
-            def given_up() -> None:
-                error = futures.error_of(outcome)
-                if isinstance(error, Exception):
-                    # The caller's deadline, say; a failure of the pass changes nothing.
-                    local_pass.fail(PassFailure(agent.info.name, error))
-
-            futures.call_when_done(outcome, given_up)
-            # Without a thread that waits for its end.
-            local_pass.begin()
-
-        def begun() -> None:
-            error = futures.error_of(beginning)
-            if error is not None:
-                futures.cancel(outcome, error)
-
-        # A value that is not computed yet is waited for without a thread.
-        beginning = rref.value_type(blocking=False).then(begin)
-        futures.call_when_done(beginning, begun)
-        return outcome
-
-    agent.register(REFERENCE, answer)
-    agent.extension_state.backward = _backward_of_reference
+    container.agent.register(REFERENCE, answer)
+    container.agent.extension_state.backward = _backward_of_reference
 
 
 def _backward_of_reference(

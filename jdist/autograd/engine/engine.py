@@ -274,14 +274,12 @@ class LocalPass:
       terms: The pass, as messages describe it.
       deadline: When to give up.
       roots: On the worker where the pass begins, its roots; else None.
-      outcome: See below.
 
     Attributes:
       terms: The argument of the same name.
       deadline: The argument of the same name.
-      over: On the worker where the pass began, or where it failed: whether it has
-        ended.
-      outcome: Completed at the end, on the same workers.
+      outcome: Completed at the end, on the worker where the pass began, or where it
+        failed.
       withheld: Gradients of replicated variables, which do not count before they are
         reduced; None where the pass began without a reduction.
     """
@@ -293,12 +291,10 @@ class LocalPass:
         terms: PassTerms,
         deadline: current.Deadline,
         roots: Sequence[Root] | None = None,
-        outcome: Future[None] | None = None,
     ) -> None:
         self.terms = terms
         self.deadline = deadline
-        self.over = False
-        self.outcome: Future[None] = Future() if outcome is None else outcome
+        self.outcome: Future[None] = Future()
         self.withheld: dict[Variable, PyTree] | None = None
         self._engine = engine
         self._context = context
@@ -324,12 +320,8 @@ class LocalPass:
 
     # --- events, from any thread ---
 
-    def begin(self) -> None:
-        """Starts the pass on the worker where it begins."""
-        self._put(self._begin)
-
     def drive(self) -> None:
-        """As `begin`, but sends requests on the calling thread while it has any."""
+        """Starts the pass where it begins; sends requests while this thread has any."""
         # Other threads bring steps too, and must not send the driver's request.
         self._driver = threading.get_ident()
         self._put(self._begin)
@@ -410,7 +402,7 @@ class LocalPass:
             return
         try:
             step()
-            if self._failure is None and self._sweep is not None and not self.over:
+            if self._sweep is not None and not self.outcome.done():
                 self._run_all(self._sweep)
         except Exception as error:  # noqa: BLE001 - it ends the pass everywhere
             self._end(PassFailure(self._me, error))
@@ -604,13 +596,12 @@ class LocalPass:
             self._end(PassFailure(worker, UnusedSend(worker, told)))
             return
         self._engine.forget(self)
-        self.over = True
         self.outcome.set_result(None)
 
     def _end(self, failure: PassFailure) -> None:
         """Ends a failed pass: tells all workers and drops its state."""
         # Once: the end of a pass may be found on several ways.
-        if self._failure is not None or self.over:
+        if self._failure is not None or self.outcome.done():
             return
         # First, because the calls below may bring further steps, which then do nothing.
         self._failure = failure
@@ -622,8 +613,7 @@ class LocalPass:
             if unanswered is not None:
                 unanswered.answer.set_result(answer)
         self._engine.forget(self)
-        self._engine.tell_failed(self._context, self.terms, failure)
-        self.over = True
+        self._engine.tell_failed(self._context, self.terms.pass_id, failure)
         futures.cancel(self.outcome, failure.exception())
 
 
@@ -669,12 +659,11 @@ class Engine:
         marks: Reach | None,
         retain_graph: bool,
         deadline: current.Deadline,
-        outcome: Future[None] | None = None,
     ) -> LocalPass:
         """Enters a pass that begins here; see `LocalPass` and `PassTerms`."""
         pass_id = self._container.ids.backward_pass()
         terms = PassTerms(context.id, pass_id, retain_graph, marks)
-        made = LocalPass(self, context, terms, deadline, roots, outcome)
+        made = LocalPass(self, context, terms, deadline, roots)
         return self._enter(context, made)
 
     def counts(self) -> dict[str, int]:
@@ -694,17 +683,15 @@ class Engine:
         with self._lock:
             self._passes.pop(local_pass.terms[:2], None)
 
-    def tell_failed(
-        self, context: Context, terms: PassTerms, failure: PassFailure
-    ) -> None:
+    def tell_failed(self, context: Context, pass_id: int, failure: PassFailure) -> None:
         """Ends a failed pass on all workers that may take part."""
         with self._lock:
-            if terms.pass_id in self._ended:
+            if pass_id in self._ended:
                 return
             # The text alone: an exception would keep all that was on the stack.
             told = BackwardError(failure.worker, str(failure.error))
-            self._ended.put(terms.pass_id, PassFailure(failure.worker, told))
-        body = (terms.context_id, terms.pass_id, *failure)
+            self._ended.put(pass_id, PassFailure(failure.worker, told))
+        body = (context.id, pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
         # From neighbour to neighbour: each tells those that it knows, and each only
         # once.
@@ -773,8 +760,7 @@ class Engine:
             found.fail(failure)
         else:
             # The end came before the first gradient: the workers beyond must know, too.
-            terms = PassTerms(context_id, pass_id, False, None)
-            self.tell_failed(context, terms, failure)
+            self.tell_failed(context, pass_id, failure)
 
 
 def install(container: Container) -> None:
