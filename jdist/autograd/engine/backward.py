@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +16,15 @@ from jdist._errors import check_choice, check_flags, check_type, value_error
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, here, recorded_into
 from jdist.autograd.engine import engine as engines
+from jdist.autograd.engine import replicated
 from jdist.autograd.engine.engine import LocalPass, Root
 from jdist.autograd.engine.messages import PassFailure
-from jdist.autograd.engine.replicated import groups_with_variables, reduced
 from jdist.autograd.recording.errors import AutogradError, refused
 from jdist.autograd.recording.node import below
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import RpcTimeout, RRef, WorkerInfo
-from jdist.rpc.extension import InterruptSafeLock, current, futures, unpacked
+from jdist.rpc.extension import current, futures, unpacked
 
 MODES = ("smart", "fast")
 
@@ -94,19 +93,15 @@ def backward(
     if not container.replicated:
         run()
         return
-    groups = groups_with_variables(container)
+    replicas = replicated.of(container)
 
     def act() -> None:
-        # An exception within ends the pass on all trainers.
-        with contextlib.ExitStack() as passes:
-            for group in groups:
-                passes.enter_context(group)
-            # Gradients found count only once all trainers have reduced them.
-            found: dict[Variable, PyTree] = {}
-            gradients = reduced(groups, found, run(found).deadline)
+        # Gradients count only once all trainers have reduced them. Added before the
+        # next pass begins, so that all trainers add in the same order.
+        gradients = replicas.reduced(lambda found: run(found).deadline)
         container.retrieve(context_id).accumulate(gradients)
 
-    InterruptSafeLock.releasing_all([group.lock for group in groups], act)
+    replicas.lock.releasing(act)
 
 
 def _pass(

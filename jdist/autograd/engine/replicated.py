@@ -11,7 +11,6 @@ neither the order in which a trainer uses them matters, nor whether it does.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
-from types import TracebackType
 from typing import Any, SupportsFloat
 
 import jax
@@ -44,7 +43,7 @@ Weight = float | Callable[[], float] | None
 for gradients that are added."""
 
 STATE = "jdist.autograd.replicated"
-"""The key under which a worker keeps its groups of trainers."""
+"""The key under which a worker keeps its replicas."""
 
 _CALL = "replicated"
 _INSTANT = 1e-9
@@ -128,7 +127,7 @@ def replicated(
     container = here()
     names = _names(container.agent, group)
     made = ReplicaGroup(container, names)
-    return _groups(container).setdefault(names, made).add(params, weight, timeout)
+    return of(container).groups.setdefault(names, made).add(params, weight, timeout)
 
 
 def unreplicate(variable: Variable) -> None:
@@ -146,7 +145,7 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    if not any(group.remove(variable) for group in groups_with_variables(here())):
+    if not any(group.remove(variable) for group in of(here()).groups.values()):
         rule = "must be a replicated variable of this worker"
         raise value_error("unreplicate(variable)", rule, variable)
 
@@ -161,9 +160,6 @@ Leaves are None where the pass did not reach them.
 class ReplicaGroup:
     """The replicated variables of one group of trainers, on one of them.
 
-    As a context manager it is a pass of this trainer: an error within fails the pass's
-    collective on all trainers.
-
     Args:
       container: That of the worker.
       names: Names of the trainers, by rank.
@@ -171,18 +167,15 @@ class ReplicaGroup:
     Attributes:
       names: The argument of the same name.
       members: The variables and their weights, by number.
-      lock: Held by the thread on which a pass begins, while it lasts.
+      passes: Number of passes of this trainer that have begun.
     """
 
     def __init__(self, container: Container, names: tuple[str, ...]) -> None:
         self.names = names
         self.members: dict[int, tuple[Variable, Weight]] = {}
-        self.lock = InterruptSafeLock()
+        self.passes = 0
         self._container = container
         self._made = 0
-        self._passes = 0
-        # Whether the collective of the pass under way is yet to come.
-        self._awaited = False
 
     def remove(self, variable: Variable) -> bool:
         """Makes a variable the worker's own; returns whether it was in the group."""
@@ -203,7 +196,7 @@ class ReplicaGroup:
             if weight is not None and not callable(weight):
                 _check_weight(weight)
         except Exception as error:
-            self._refuse(error, tag)
+            self.refuse(error, tag)
             raise
         leaves = jax.tree.leaves(made.value)
         kinds = {path: abbreviated(x) for path, x in named_leaves(made.value).items()}
@@ -217,31 +210,6 @@ class ReplicaGroup:
         self.members[number] = made, weight
         self._container.replicated.add(made)
         return made
-
-    def __enter__(self) -> None:
-        """Begins a pass of this trainer.
-
-        Raises:
-          AutogradError: Another one is under way.
-        """
-        if not self.lock.try_acquire():
-            rule = "must run alone where variables are replicated: passes of "
-            rule += f"{', '.join(self.names)} belong together by their order"
-            raise refused("backward()", rule, "another pass of this worker under way")
-        # Counted where a pass begins, so that one that fails counts on all trainers
-        # alike.
-        self._passes += 1
-        self._awaited = True
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._awaited:
-            self._refuse(error, self._tag)
-        self.lock.release()
 
     def contribution(self, found: Mapping[Variable, PyTree]) -> Contribution:
         """Makes this trainer's share from the gradients of its pass.
@@ -267,10 +235,9 @@ class ReplicaGroup:
 
         Raises: what is said at `replicated`.
         """
-        self._awaited = False
         left = deadline.remaining()
         seconds = 0.0 if left is None else max(left, _INSTANT)
-        found = self._gather(own, seconds, self._tag)
+        found = self._gather(own, seconds, self.tag)
         parts = [found[name] for name in self.names]
         # Before any sum: a variable that one trainer has left would shift the others.
         self._check_numbers(parts)
@@ -292,10 +259,12 @@ class ReplicaGroup:
             raise value_error("unreplicate(variable)", rule, got)
 
     @property
-    def _tag(self) -> str:
-        return f"replicated pass {self._passes}"
+    def tag(self) -> str:
+        """Names the pass under way in its collective."""
+        return f"replicated pass {self.passes}"
 
-    def _refuse(self, error: BaseException, tag: str) -> None:
+    def refuse(self, error: BaseException, tag: str) -> None:
+        """Fails a collective on all trainers, without waiting for them."""
         group = self._container.agent.group
         group.refuse(self.names, error, "all_gather", tag)
 
@@ -311,44 +280,67 @@ class ReplicaGroup:
         return found
 
 
-def groups_with_variables(container: Container) -> list[ReplicaGroup]:
-    """Lists a worker's groups with variables, in the same order on all trainers."""
-    # Sorted: trainers of two groups meet in the same order, and not in a circle.
-    found = sorted(_groups(container).items())
-    return [group for _, group in found if group.members]
+class Replicas:
+    """All replicated variables of one worker, by their groups.
 
-
-def reduced(
-    groups: Sequence[ReplicaGroup],
-    found: Mapping[Variable, PyTree],
-    deadline: current.Deadline,
-) -> dict[Variable, PyTree]:
-    """Reduces the gradients of the replicated variables over all trainers.
-
-    Args:
-      groups: The groups, each within a pass.
-      found: The pass's own gradients of these variables.
-      deadline: That of the pass.
-
-    Raises: what is said at `replicated`.
+    Attributes:
+      groups: By the names of their trainers.
+      lock: Held by the thread on which a pass of this trainer begins, while it lasts.
     """
-    # All weights are asked for before the first collective: a function that raises then
-    # fails every collective alike.
-    contributions = [group.contribution(found) for group in groups]
-    gradients: dict[Variable, PyTree] = {}
-    for group, own in zip(groups, contributions, strict=True):
-        gradients |= group.reduce(own, deadline)
-    return gradients
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[str, ...], ReplicaGroup] = {}
+        self.lock = InterruptSafeLock()
+
+    def reduced(
+        self, run: Callable[[dict[Variable, PyTree]], current.Deadline]
+    ) -> dict[Variable, PyTree]:
+        """Runs a pass of this trainer; returns the gradients of all trainers' examples.
+
+        Takes the lock; `lock.releasing` releases it.
+
+        Args:
+          run: `run(found)` runs the pass, adds its own gradients of the variables to
+            `found`, and returns its deadline.
+
+        Raises: what is said at `replicated`.
+        """
+        if not self.lock.try_acquire():
+            rule = "must run alone where variables are replicated: passes of trainers "
+            rule += "belong together by their order"
+            raise refused("backward()", rule, "another pass of this worker under way")
+        # Sorted: trainers of two groups meet in the same order, and not in a circle.
+        groups = [group for _, group in sorted(self.groups.items()) if group.members]
+        for group in groups:
+            # Counted where a pass begins, so that one that fails counts on all trainers
+            # alike.
+            group.passes += 1
+        awaited = list(groups)
+        found: dict[Variable, PyTree] = {}
+        gradients: dict[Variable, PyTree] = {}
+        try:
+            deadline = run(found)
+            # All weights are asked for before the first collective: a function that
+            # raises then fails every collective alike.
+            contributions = [group.contribution(found) for group in groups]
+            for group, own in zip(groups, contributions, strict=True):
+                awaited.remove(group)
+                gradients |= group.reduce(own, deadline)
+        except BaseException as error:
+            for group in awaited:
+                group.refuse(error, group.tag)
+            raise
+        return gradients
 
 
 def install(container: Container) -> None:
-    """Gives the worker with these contexts its groups of trainers, by their names."""
-    container.agent.extension_state[STATE] = {}
+    """Gives the worker with these contexts its replicas."""
+    container.agent.extension_state[STATE] = Replicas()
 
 
-def _groups(container: Container) -> dict[tuple[str, ...], ReplicaGroup]:
-    found: dict[tuple[str, ...], ReplicaGroup]
-    found = container.agent.extension_state[STATE]
+def of(container: Container) -> Replicas:
+    """Return the replicas of the worker with these contexts."""
+    found: Replicas = container.agent.extension_state[STATE]
     return found
 
 
