@@ -1,7 +1,7 @@
 """Installation of distributed autograd on a worker."""
 
 from jdist.autograd import nnx_module, picture
-from jdist.autograd.call_primitive import callee, caller
+from jdist.autograd.call_primitive import caller
 from jdist.autograd.contexts import STATE, Container
 from jdist.autograd.engine import backward, engine, replicated
 from jdist.autograd.optimizer import owned_optimizer
@@ -23,7 +23,6 @@ def install(agent: Agent) -> None:
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.interceptor = hooks
     agent.extension_state.make_trainable = nnx_module.create
-    callee.install(agent)
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)
     engine.install(container)
     replicated.install(container)

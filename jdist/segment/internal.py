@@ -17,12 +17,7 @@ from jdist.segment._lookup.contents import (
     is_fixed,
 )
 from jdist.segment._lookup.guarded_jit import GuardedJit
-from jdist.segment._lookup.program_key import identity_of
-from jdist.segment._lookup.traced import (
-    Traced,
-    refuse_hidden,
-    signature_of,
-)
+from jdist.segment._lookup.traced import Traced
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.recompute import POLICIES, is_policy
 from jdist.segment._residuals import passed_on
@@ -52,13 +47,10 @@ __all__ = [
     "backward_arrays",
     "contents_of",
     "forward_arrays",
-    "identity_of",
     "is_fixed",
     "is_policy",
     "passed_on",
     "pure_segment",
-    "refuse_hidden",
-    "signature_of",
     "unguarded",
 ]
 

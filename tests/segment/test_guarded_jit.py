@@ -95,6 +95,21 @@ def test_what_changes_in_each_step_is_compiled_in_each_and_said(arguments):
         np.testing.assert_allclose(call(p, x), p * x * 5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("retraces", [True, False])
+def test_what_is_too_large_to_be_read_is_traced_anew_where_that_is_wanted(retraces):
+    table, x = np.zeros(1 << 18), jnp.arange(3.0)
+
+    def fn(x):
+        return x + table[5]
+
+    call = made(fn, retraces_unread=retraces)
+    found = []
+    for value in (1.0, 2.0, 1.0):
+        table[5] = value
+        found.append(call(x)[0].item())
+    assert found == ([1.0, 2.0, 1.0] if retraces else [1.0, 1.0, 1.0])
+
+
 def test_a_value_that_is_traced_outside_may_be_read(arguments):
     """As `jax.jit` allows; and the call after it does not find it again."""
     p, x = arguments

@@ -5,7 +5,7 @@ tree, such as a text or a function among the arguments, is part of *what* is cal
 like the code itself.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,21 +50,9 @@ def abstract_of(array: ArrayLike) -> AbstractArray:
     return AbstractArray(known.shape, np.dtype(known.dtype), known.weak_type)
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySlot:
-    """The place of an array in a tree.
-
-    Attributes:
-      index: Index of the array.
-      key: For a PRNG key, whose words are the array, its implementation.
-    """
-
-    index: int
-    key: str = ""
-
-
-Place = ArraySlot | tuple[type, Hashable]
-"""What a tree has for a leaf: the slot of an array; else the leaf's type and value."""
+Place = str | tuple[type, Hashable]
+"""What a tree has for a leaf: of an array "", or for a PRNG key, whose words are the
+array, its implementation; of all else the type and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +68,22 @@ class Structure:
     leaves: tuple[Place, ...]
 
     @classmethod
-    def of(cls, skeleton: PyTree) -> "Structure":
-        """Makes the structure of a skeleton; the inverse of `skeleton`."""
-        leaves, treedef = jax.tree.flatten(skeleton)
-        places = [x if isinstance(x, ArraySlot) else _static(x) for x in leaves]
-        return cls(treedef, tuple(places))
+    def of(cls, packed: PyTree) -> "Structure":
+        """Makes the structure that was packed."""
+        containers, rows = packed
+        places = [x if isinstance(x, str) else _static(*x) for x in rows]
+        return cls(jax.tree.structure(containers), tuple(places))
 
-    @property
-    def skeleton(self) -> PyTree:
-        """The tree with slots in place of arrays, as a value that can be sent."""
-        return self.treedef.unflatten(
-            [x if isinstance(x, ArraySlot) else x[1] for x in self.leaves]
-        )
+    def pack(self) -> PyTree:
+        """Returns the structure as values that can be sent."""
+        # With their types alone: a value tells its own.
+        rows = [x if isinstance(x, str) else x[1:] for x in self.leaves]
+        return self.treedef.unflatten(range(len(rows))), rows
 
     def tree(self, arrays: Sequence[jax.Array]) -> PyTree:
-        """Builds the tree with these arrays in their slots."""
-        return self.treedef.unflatten([_filled(x, arrays) for x in self.leaves])
+        """Builds the tree with these arrays, in order."""
+        given = iter(arrays)
+        return self.treedef.unflatten([_filled(x, given) for x in self.leaves])
 
 
 def _static(leaf: Hashable) -> Place:
@@ -104,11 +92,11 @@ def _static(leaf: Hashable) -> Place:
     return type(leaf), leaf
 
 
-def _filled(place: Place, arrays: Sequence[jax.Array]) -> PyTree:
-    if not isinstance(place, ArraySlot):
+def _filled(place: Place, given: Iterator[jax.Array]) -> PyTree:
+    if not isinstance(place, str):
         return place[1]
-    array = arrays[place.index]
-    return jax.random.wrap_key_data(array, impl=place.key) if place.key else array
+    array = next(given)
+    return jax.random.wrap_key_data(array, impl=place) if place else array
 
 
 def taken_apart(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
@@ -124,7 +112,7 @@ def taken_apart(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
     for leaf in leaves:
         if _is_array(leaf):
             array, key = _words(leaf)
-            places.append(ArraySlot(len(arrays), key))
+            places.append(key)
             arrays.append(array)
         else:
             places.append(_static(_hashable(leaf, call)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ from jdist.autograd.call_primitive.arguments import (
     Structure,
     abstract_of,
 )
-from jdist.autograd.call_primitive.callee import UnknownFunction
 from jdist.autograd.call_primitive.transforms import Transform
 from jdist.rpc.extension import CALL, Agent, current, current_agent
 
@@ -70,12 +69,10 @@ class FunctionDescription(NamedTuple):
     """The callee's description of a target.
 
     Attributes:
-      number: The number by which it is called.
       structure: Structure of the result.
       kinds: Shapes and dtypes of the arrays in the result.
     """
 
-    number: int
     structure: Structure
     kinds: tuple[AbstractArray, ...]
 
@@ -99,12 +96,9 @@ class RemoteFunctions:
         found = self._known.get(target)
         if found is not None:
             return found
-        skeleton, kinds = target.structure.skeleton, list(target.kinds)
-        body: Any = (target.function, skeleton, kinds)
-        number, skeleton, kinds = self._exchange(target, callee.describe, body)
-        structure = Structure.of(skeleton)
+        packed, kinds = self._exchange(target, callee.describe, list(target.kinds))
         found = FunctionDescription(
-            number, structure, tuple(AbstractArray(*kind) for kind in kinds)
+            Structure.of(packed), tuple(AbstractArray(*kind) for kind in kinds)
         )
         self._known.put(target, found)
         return found
@@ -124,19 +118,9 @@ class RemoteFunctions:
           Exception: What `perform` and `rpc_sync` raise.
         """
         target, operations, expected = call
-
-        def once() -> list[jax.Array]:
-            # Asked for in each attempt: the number may be a new one.
-            number = self.known(target).number
-            body: Any = (number, operations, list(arrays), host)
-            return self._exchange(target, callee.perform, body)
-
-        try:
-            results = once()
-        except UnknownFunction:
-            # The callee has forgotten the number, or is a successor: describe it again.
-            self._known.pop(target)
-            results = once()
+        weak = [i for i, kind in enumerate(target.kinds) if kind.weak]
+        sent = (weak, operations, list(arrays), host)
+        results = self._exchange(target, callee.perform, *sent)
         # JAX has compiled for these kinds, and would read other buffers as if they
         # were.
         found = [(x.shape, x.dtype) for x in results]
@@ -146,10 +130,11 @@ class RemoteFunctions:
         return results
 
     def _exchange(
-        self, target: Target, what: Callable[..., PyTree], args: tuple[PyTree, ...]
+        self, target: Target, what: Callable[..., PyTree], *details: PyTree
     ) -> PyTree:
         # Errors must name the user's function, not `perform`.
         described = current.Operation("remote_call", target.function)
+        args = (target.function, target.structure.pack(), *details)
         outgoing = self._agent.outgoing(
             target.to, CALL, (what, args, {}), target.timeout, operation=described
         )

@@ -40,6 +40,8 @@ class GuardedJit:
       user: Name of the public function that compiles, for warnings.
       reads: The users' functions that it calls, and other values of users that it
         reads, by name; the first gives its name to warnings.
+      retraces_unread: Whether a function of which something cannot be read is traced
+        in each call, and not for new shapes only.
       **options: Options of `jax.jit`.
     """
 
@@ -48,9 +50,11 @@ class GuardedJit:
         fn: Callable[..., Any],
         user: str,
         reads: Mapping[str, object],
+        retraces_unread: bool = False,
         **options: Any,
     ) -> None:
         self._fn, self._user, self._options = fn, user, options
+        self._retraces_unread = retraces_unread
         # Tells this function from others of the same code, whose versions do not count.
         self._which = object()
         reads = {name: x for name, x in reads.items() if x is not None}
@@ -98,7 +102,9 @@ class GuardedJit:
                 return self._versions[0]
             signature = signature_of(arguments)
             found = self._by_signature.get(signature)
-            if found is None:
+            contents = self._reads.contents
+            unread = contents is not None and not contents.complete
+            if found is None or (unread and self._retraces_unread):
                 found = self._compared(arguments, self._by_signature)
                 self._by_signature.put(signature, found)
             return found

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
+from jdist._lru_cache import LRUCache
 from jdist.autograd.call_primitive import callee
 from jdist.autograd.call_primitive.caller import RemoteFunctions
 from jdist.autograd.call_primitive.transforms import Pullback, Vmap
-from jdist.rpc.extension import current_agent
 from tests.autograd import remote_functions as functions
 
 
@@ -181,19 +181,16 @@ def forgotten():
 
 
 def forget_programs():
-    from jdist.rpc.base import current
-
-    callee._programs(current.worker()).clear()
+    callee.COMPILED.clear()
 
 
-def test_a_callee_that_has_forgotten_a_function_is_told_again(cluster):
+def test_a_callee_that_has_forgotten_a_function_compiles_it_again(cluster):
     cluster.run(0, forgotten)
 
 
 def test_what_is_remembered_is_bounded(threads):
-    with mock.patch.object(callee, "_MOST", 3), rpc.use_worker("worker1"):
-        callee.install(current_agent())
-        served = callee._programs(current_agent())
-    for size in range(1, 9):
-        autograd.remote_call("worker1", functions.loss, jnp.ones(size))
-    assert len(served) == 3
+    with mock.patch.object(callee, "COMPILED", LRUCache(3)):
+        for name in "abcdefgh":
+            given, kwargs = (jnp.tanh, jnp.ones(2)), {"name": name}
+            autograd.remote_call("worker1", functions.activated, *given, kwargs=kwargs)
+        assert len(callee.COMPILED) == 3
