@@ -300,6 +300,23 @@ def test_a_decay_that_was_added_to_the_gradient_is_the_updates(composed):
     )
 
 
+@pytest.mark.parametrize("rows_of_w", [slice(None), slice(1)])
+def test_a_decay_of_parameters_or_of_some_rows_is_told(composed, rows_of_w):
+    """One rate for all that is wrong, whether or not the gradient is shown."""
+    own, (params, gradient, buffer) = composed
+    after, state = momentum(params, gradient, buffer)
+    after["w"][rows_of_w] -= 0.02 * params["w"][rows_of_w]
+    told = "as if -0.02 times the parameters were added there (a weight decay)"
+    found = shown(after, state)
+    part, why = inferred(own, found)
+    assert part == "optimizer update"
+    assert why == f"its optimizer state is right; {told}; params/w: params/w is off"
+    found |= {f"gradient/{name}": leaf for name, leaf in gradient.items()}
+    part, why = inferred(own, found)
+    assert part == "optimizer update"
+    assert why == f"{told}; its gradient is right; params/w: params/w is off"
+
+
 def averages_of(share, params, gradient, averages):
     """Gradient descent, and an average that has this share of the new parameters."""
     params = jax.tree.map(lambda p, g: p - RATE * g, params, gradient)

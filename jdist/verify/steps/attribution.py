@@ -151,7 +151,7 @@ def attributed(
     elif any(within(path, "gradient") for path in found):
         why = f"its gradient is right; {wrong.worst('params', 'state')}"
         clip = _clip_of_state(wrong)
-        told = clip or _in_turns(wrong)
+        told = clip or _in_turns(wrong) or _decayed(wrong)
         part = CLIPPING if clip else "optimizer update"
         parts.append((part, f"{told}; {why}" if told else why))
     else:
@@ -281,7 +281,8 @@ def _of_gradient(
         right = "optimizer state"
         if any(within(path, "state") for path in wrong.updated):
             right = next(iter(accumulators.values())).name
-        return "optimizer update", f"its {right} is right; {worst}"
+        told = "; ".join(filter(None, (f"its {right} is right", _decayed(wrong))))
+        return "optimizer update", f"{told}; {worst}"
     if clip := clipped_in_parts(gradient, own, moment):
         return CLIPPING, f"{clip}; {worst}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
@@ -488,6 +489,20 @@ def _explained(wrong: _WrongStep, gradient: Mapping[str, np.ndarray]) -> bool:
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         after = _update(wrong.moment, [gradient[path] for path in order])
     return all(wrong.is_made_so(p, after[p]) for p in wrong.updated)
+
+
+def _decayed(wrong: _WrongStep) -> str:
+    """The decay that explains what is wrong in new parameters; empty if none does."""
+    _, found, moment = wrong
+    added = {}
+    for path in filter(moment.before.__contains__, wrong.updated):
+        limit, wanted = moment.limits[path], moment.wanted[path]
+        if within(path, "params") and limit and _alike(found[path], wanted):
+            extra = in_double(found[path]) - in_double(wanted)
+            added[path] = np.where(np.abs(extra) > limit.bound, extra, 0)
+    rate = _decay(added, moment) if added else None
+    told = "times the parameters were added there (a weight decay)"
+    return "" if rate is None else f"as if {rate:.3g} {told}"
 
 
 def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
