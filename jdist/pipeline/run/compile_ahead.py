@@ -29,7 +29,7 @@ from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.array_spec import blank
 from jdist.pipeline.stages.place import StageMesh, device_here, place_of, received
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
@@ -254,7 +254,7 @@ def _packed(leaf: PyTree, device: jax.Device | None) -> PyTree:
     # Values are sent whole (`received`), so that a sharded one is sent from one device.
     if leaf.sharding is not None:
         device = device_here(place_of(leaf))
-    empty = ArraySpec((0,), str(leaf.dtype)).blank(device)
+    empty = blank(jax.ShapeDtypeStruct((0,), leaf.dtype), device)
     return _Shape(leaf.shape, leaf.weak_type, empty)
 
 

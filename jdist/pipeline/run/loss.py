@@ -15,7 +15,7 @@ from jdist import reduction
 from jdist._compat import default_device, trace, without_unread
 from jdist._errors import value_error
 from jdist._tree import PyTree, merge, split_inexact, type_name
-from jdist.pipeline.stages.array_spec import ArraySpec, describe
+from jdist.pipeline.stages.array_spec import blank, describe
 from jdist.pipeline.stages.place import Place, moved, place_of
 from jdist.reduction import Partial
 from jdist.segment.internal import (
@@ -231,7 +231,7 @@ def _compiled(fn: Callable[..., PyTree], options: _LossOptions) -> LossPasses:
     ) -> tuple[jax.Array, PyTree]:
         # Entries that the loss does not read are not sent to it. It may still index
         # them, so constants of their shapes take their place.
-        blanks = [ArraySpec(shape, str(dtype)).blank() for shape, dtype in unread]
+        blanks = [blank(jax.ShapeDtypeStruct(*kind)) for kind in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
         found = _called(fn, names, values, batch)
         found, aux = _with_aux(found) if has_aux else (found, None)

@@ -18,7 +18,7 @@ from typing import final
 import jax
 
 from jdist._errors import quoted, value_error
-from jdist._tree import PyTree, named_leaves, wide_dtype
+from jdist._tree import PyTree, abbreviated, named_leaves, wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
@@ -27,7 +27,6 @@ from jdist.pipeline.run.stage_channels import (
     ValueChannels,
     receive,
 )
-from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.place import laid_like, on_host
 from jdist.pipeline.stages.stage import Stage
 from jdist.segment.internal import Invoke
@@ -207,7 +206,7 @@ class Tied:
             # Parameters given to `value_and_grad` have not passed `check`.
             first, (model, *_) = next(iter(parts.items()))
             for copy in part:
-                _check_alike(first, specs_of(model), j, specs_of(copy))
+                _check_alike(first, _kinds(model), j, _kinds(copy))
         return parts
 
 
@@ -233,7 +232,7 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
 
 def _described(
     params: PyTree, stage: int, path: str
-) -> tuple[dict[str, str], dict[str, str], str]:
+) -> tuple[dict[str, str | None], dict[str, str], str]:
     """Shape and dtype of every leaf of a copy; their digests; and an error text."""
     # Returned and not raised, so that every process takes part in the comparison.
     try:
@@ -242,15 +241,17 @@ def _described(
         return {}, {}, str(error)
     leaves = jax.tree.leaves(params)
     arrays = {name: on_host(leaves[i]) for name, i in found.items()}
-    kinds = {
-        name: describe(jax.ShapeDtypeStruct(array.shape, array.dtype))
-        for name, array in arrays.items()
-    }
     digests = {
         name: hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
         for name, array in arrays.items()
     }
-    return kinds, digests, ""
+    return _kinds(arrays), digests, ""
+
+
+def _kinds(copy: dict[str, PyTree]) -> dict[str, str | None]:
+    """Shape and dtype of every leaf of a copy, as text; None for no gradient."""
+    kinds: dict[str, str | None] = jax.tree.map(abbreviated, copy)
+    return kinds
 
 
 def _structure(tree: PyTree) -> PyTree:

@@ -24,7 +24,7 @@ from jdist._compat import shards_of
 from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_channels import Places
-from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.array_spec import blank
 from jdist.pipeline.stages.place import StageMesh, devices_of, laid, moved, spec_of
 
 
@@ -118,7 +118,7 @@ class Spread:
             rank: [n for n, device in here if device in devices_of(place)]
             for rank, place in enumerate(places.devices)
         }
-        self._blanks: dict[tuple[int, ArraySpec, PartitionSpec], jax.Array] = {}
+        self._blanks: dict[Any, jax.Array] = {}
         place = places.devices[0]
         in_rows = isinstance(place, StageMesh) and place.data_axis
         self.rows = PartitionSpec(None, in_rows) if in_rows else PartitionSpec()
@@ -182,13 +182,13 @@ class Spread:
     def only(
         self,
         worker: int,
-        kind: ArraySpec,
+        kind: jax.ShapeDtypeStruct,
         value: Callable[[], Any],
         spec: PartitionSpec,
     ) -> Any:
         """An array with a value at one worker, and blanks at the others."""
         if self.abstract:
-            return self._shape(kind.struct, spec)
+            return self._shape(kind, spec)
         own = self._places.own
         parts = [
             value() if rank == worker else self._blank(rank, kind, spec) for rank in own
@@ -213,14 +213,16 @@ class Spread:
             return moved(part, place)
         return laid(part, place, spec)
 
-    def _blank(self, rank: int, kind: ArraySpec, spec: PartitionSpec) -> jax.Array:
+    def _blank(
+        self, rank: int, kind: jax.ShapeDtypeStruct, spec: PartitionSpec
+    ) -> jax.Array:
         # Kept for all steps: a blank is as large as the entry that it stands for.
         known = rank, kind, spec
         if known not in self._blanks:
             place: Any = self._places.devices[rank]
             if isinstance(place, StageMesh):
                 place = NamedSharding(place.mesh, spec)
-            self._blanks[known] = kind.blank(place)
+            self._blanks[known] = blank(kind, place)
         return self._blanks[known]
 
 

@@ -45,7 +45,7 @@ from jdist.pipeline.spmd.rules import (
     shared_leaves,
 )
 from jdist.pipeline.spmd.table import tabulate
-from jdist.pipeline.stages.array_spec import ArraySpec, specs_of
+from jdist.pipeline.stages.array_spec import specs_of
 from jdist.pipeline.stages.chain import (
     Chain,
     Parts,
@@ -280,9 +280,9 @@ class OneProgramExecutor(ScheduleExecutor):
 
     def _at_end(self, leaf: PyTree, stage: int, spread: Spread) -> jax.Array:
         """A parameter of an end at its stage's worker, and blanks at the others."""
-        spec = ArraySpec(np.shape(leaf), str(jnp.result_type(leaf)))
+        kind = jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf))
         owner = self._places.worker(stage, 0)
-        found: jax.Array = spread.only(owner, spec, lambda: leaf, spec_of(leaf))
+        found: jax.Array = spread.only(owner, kind, lambda: leaf, spec_of(leaf))
         return found
 
     def _key(self, given: PyTree) -> PyTree:
@@ -319,7 +319,10 @@ class OneProgramExecutor(ScheduleExecutor):
                 self._places.check(name, batch[name], worker, taker)
             return jax.tree.map(
                 lambda x: spread.only(
-                    worker, _kind(x, cut), lambda: cut.of(x), spread.rows
+                    worker,
+                    _shape(x, cut.order.shape),
+                    lambda: cut.of(x),
+                    spread.rows,
                 ),
                 batch[name],
             )
@@ -480,10 +483,6 @@ def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     shape = np.shape(x) if rows is None else (*rows, *np.shape(x)[1:])
     sharding = getattr(x, "sharding", None) if rows is None else None
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=sharding)
-
-
-def _kind(x: jax.Array | np.ndarray, cut: Lots) -> ArraySpec:
-    return ArraySpec((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
 
 
 def _like(tree: PyTree, shapes: PyTree) -> PyTree:

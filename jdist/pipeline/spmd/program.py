@@ -36,7 +36,7 @@ from jdist.pipeline.run.stage_run import (
 )
 from jdist.pipeline.schedule.actions import B, F, W
 from jdist.pipeline.spmd.table import INPUTS, NOTHING, Clock, Row, Table
-from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.array_spec import blank
 from jdist.pipeline.stages.stage import outputs_by_name
 from jdist.reduction import Partial
 from jdist.segment import Residuals, Rest, Segment
@@ -132,7 +132,7 @@ class Model(NamedTuple):
     rows: PartitionSpec | None
     tied: tuple[tuple[int, int], ...] = ()
     loss: LossPasses | None = None
-    key: ArraySpec | None = None
+    key: jax.ShapeDtypeStruct | None = None
     unrounded: bool = False
     whole_at_loss: bool = False
 
@@ -414,7 +414,7 @@ class _Device:
     ) -> jax.Array:
         assert self.model.key is not None
         assert self.feed.key is not None
-        key: jax.Array = unworded(self.feed.key, self.model.key.blank())
+        key: jax.Array = unworded(self.feed.key, blank(self.model.key))
         return fold(fold(key, jnp.asarray(stage)), micro_batch)
 
     # --- the ends ---
@@ -621,10 +621,9 @@ def take(slots: PyTree, slot: jax.Array | int) -> PyTree:
 
 
 def _empty(value: PyTree, count: int) -> PyTree:
+    # Recomputation keeps PRNG keys among the residuals.
     return jax.tree.map(
-        # Recomputation keeps PRNG keys among the residuals, which `jnp.zeros` refuses.
-        lambda x: ArraySpec((count, *x.shape), str(x.dtype)).blank(),
-        value,
+        lambda x: blank(jax.ShapeDtypeStruct((count, *x.shape), x.dtype)), value
     )
 
 
