@@ -74,8 +74,7 @@ from jdist.rpc.extension import Agent, describe, incarnation_of, rebuild
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
 
-_VALUE, _FAILED = "pipeline.value", "pipeline.failed"
-_GIVE_UP, _RESTED = "pipeline.give up", "pipeline.rested"
+_VALUE, _FAILED, _RESTED = "pipeline.value", "pipeline.failed", "pipeline.rested"
 _IDENTITY = "identity"
 _CALL, _TAG = "call", "tag"
 """In the metadata of a value: address of the call, and its tag. They are packed as they
@@ -177,7 +176,6 @@ class PipelineMailbox:
         # Inline: it does not wait, and every action of a pipeline sends a value.
         agent.register(_VALUE, self._receive, inline=True)
         agent.register(_FAILED, self._fail)
-        agent.register(_GIVE_UP, self._give_up)
         agent.register(_RESTED, self._rested)
         agent.register(CLOCK, lambda caller, body, meta: time.perf_counter())
         agent.extension_state.on_gone(self._lose)
@@ -220,28 +218,14 @@ class PipelineMailbox:
         self.changed.notify_all()
         return True
 
-    def _fail(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> None:
-        pipeline, number, described = body
+    def _fail(
+        self, caller: WorkerInfo, body: PyTree, meta: Metadata
+    ) -> list[PyTree] | None:
+        """Fails a call that is not decided here; returns the decision if it is."""
+        pipeline, number, commit, described = body
         # Outside of the lock: to make an exception may run a user's constructor, and
         # inline handlers take the lock.
         error = rebuild(described, self._functions)
-        self.fail((pipeline, number), CallFailure(error, told=True))
-
-    def fail(self, address: Address, failure: CallFailure) -> None:
-        """Records a failure, which every wait in the call raises."""
-        with self.lock:
-            if address[1] > self.done.get(address[0], -1):
-                # The first error is the cause; later ones are consequences of it.
-                record = self.calls[address]
-                record.failure = record.failure or failure
-                self.changed.notify_all()
-
-    def _give_up(
-        self, caller: WorkerInfo, body: PyTree, meta: Metadata
-    ) -> list[PyTree] | None:
-        """Aborts a call that is not decided; returns the decision if it is."""
-        pipeline, number, commit, described = body
-        error = rebuild(described, self._functions)  # as in `_fail`
         # Comparison and failure under one lock, as the decision is: either the leader
         # has decided, or it will find the failure.
         with self.lock:
@@ -252,6 +236,15 @@ class PipelineMailbox:
                 return told
             self.fail((pipeline, number), CallFailure(error, told=True))
             return None
+
+    def fail(self, address: Address, failure: CallFailure) -> None:
+        """Records a failure, which every wait in the call raises."""
+        with self.lock:
+            if address[1] > self.done.get(address[0], -1):
+                # The first error is the cause; later ones are consequences of it.
+                record = self.calls[address]
+                record.failure = record.failure or failure
+                self.changed.notify_all()
 
     def _rested(self, caller: WorkerInfo, body: PyTree, meta: Metadata) -> float | None:
         """The time that this worker has waited in a call; None if it is not in it."""
@@ -344,6 +337,7 @@ class Members(NamedTuple):
         return [number for number, own in enumerate(self.ranks) if own == rank]
 
 
+@dataclass(eq=False, repr=False)
 class WorkerChannels:
     """The channels of one call between rpc's workers; see `StageChannels`.
 
@@ -359,33 +353,29 @@ class WorkerChannels:
       begun: Whether processes that compute together have agreed to begin.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        members: Members,
-        address: Address,
-        kind: str,
-        place: Place,
-        parts: int,
-    ) -> None:
-        self.parts = parts
-        self.begun = False
-        self._agent = agent
-        self._members, self._names = members, members.names
-        self._own, self._leader = members.own, members.leader
-        self._address, self._number = address, address[1]
-        self._identity = CallIdentity(kind)
+    agent: Agent
+    members: Members
+    address: Address
+    kind: str
+    place: Place
+    parts: int
+    begun: bool = False
+
+    def __post_init__(self) -> None:
+        """Begins to collect what arrives for the call."""
+        pipeline, self._number = self.address
+        self._names, _, self._own, self._leader = self.members
+        self._identity = CallIdentity(self.kind)
         self._meta = {_IDENTITY: self._identity.plain()}
         self._voted = self._over = self._announced = False
-        self._timeout = agent.default_timeout
+        self._timeout = self.agent.default_timeout
         # 0 is no limit.
         self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
-        self._mailbox = mailbox_of(agent)
-        self._mailbox.under_way[address[0]] = self._number, None
+        self._mailbox = mailbox_of(self.agent)
+        self._mailbox.under_way[pipeline] = self._number, None
         with self._mailbox.lock:
-            self._record = self._mailbox.calls[address]
-        self._place = place
-        devices = devices_of(place) or {agent.device or jax.devices()[0]}
+            self._record = self._mailbox.calls[self.address]
+        devices = devices_of(self.place) or {self.agent.device or jax.devices()[0]}
         self._computes_here = any(one.platform == "cpu" for one in devices)
 
     @property
@@ -394,11 +384,11 @@ class WorkerChannels:
 
     @property
     def _operation(self) -> str:
-        return f"{self._identity.kind}, call {self._number} of a pipeline"
+        return f"{self.kind}, call {self._number} of a pipeline"
 
     def identify(self, given: CallArguments) -> None:
         """See `StageChannels`."""
-        self._identity = identity_of(self._identity.kind, given)
+        self._identity = identity_of(self.kind, given)
         self._meta = {_IDENTITY: self._identity.plain()}
         with self._mailbox.lock:
             self._check()
@@ -407,7 +397,7 @@ class WorkerChannels:
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `StageChannels`."""
-        mine = self._members.ranks[self._own]
+        mine = self.members.ranks[self._own]
         # Within a worker a message would copy the value for nothing.
         if worker == mine:
             with self._mailbox.lock:
@@ -418,9 +408,9 @@ class WorkerChannels:
         value = self._whole(value)
         # Each process sends to every n-th one of the other worker, so that each of
         # those gets the value once.
-        together = self._members.of(mine)
+        together = self.members.of(mine)
         share = slice(together.index(self._own), None, len(together))
-        for other in self._members.of(worker)[share]:
+        for other in self.members.of(worker)[share]:
             self._put(tag, other, value)
 
     def _put(self, tag: MessageTag, other: int, value: PyTree) -> None:
@@ -431,13 +421,13 @@ class WorkerChannels:
         if self._computes_here:
             self._send(tag, other, value)
         else:
-            self._agent.pool.run(lambda: self._send(tag, other, value))
+            self.agent.pool.run(lambda: self._send(tag, other, value))
 
     def _send(self, tag: MessageTag, other: int, value: PyTree) -> None:
-        agent, to = self._agent, self._names[other]
-        meta = {**self._meta, _CALL: self._address, _TAG: tag}
+        agent, to = self.agent, self._names[other]
+        meta = {**self._meta, _CALL: self.address, _TAG: tag}
         try:
-            if self._members.joint:
+            if self.members.joint:
                 self.computed(value)
             sent = agent.outgoing(to, _VALUE, value, self._limit, meta)
             agent.request(replace(sent, ended=self._ended))
@@ -451,7 +441,7 @@ class WorkerChannels:
         # Named after the pipeline's call and not after the message of rpc.
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.worker, self._operation, error.reason)
-        self._mailbox.fail(self._address, CallFailure(error, told=False))
+        self._mailbox.fail(self.address, CallFailure(error, told=False))
 
     def has(self, tag: MessageTag, worker: int) -> bool:
         """See `StageChannels`."""
@@ -468,13 +458,13 @@ class WorkerChannels:
             # to another batch.
             self._compare()
             value = self._record.arrived.pop(tag)
-        return value if tag.kind == "C" else received(value, self._place)
+        return value if tag.kind == "C" else received(value, self.place)
 
     def _senders(self, tag: MessageTag) -> list[str]:
         """The processes that may send a message of a tag."""
         if tag.kind in _OF_MEMBERS:
             return [self._names[tag.sender]]
-        return [self._names[number] for number in self._members.of(tag.sender)]
+        return [self._names[number] for number in self.members.of(tag.sender)]
 
     def wait(self, waiting: Mapping[MessageTag, object]) -> None:
         """See `StageChannels`.
@@ -489,7 +479,7 @@ class WorkerChannels:
         # for a time that has no bound.
         began = time.monotonic()
         until = began + (self._timeout or math.inf)
-        with self._mailbox.resting(self._address):
+        with self._mailbox.resting(self.address):
             announce = math.inf if self._announced else began + _PATIENCE
             while not self._arrives(waiting, min(until, announce)):
                 if time.monotonic() >= until:
@@ -497,7 +487,7 @@ class WorkerChannels:
                 else:
                     # Two workers in different calls may wait for each other without
                     # having sent a message that would show the mismatch.
-                    self._ask_others(_RESTED, self._address)
+                    self._ask_others(_RESTED, self.address)
                 self._announced, announce = True, math.inf
 
     def _prolonged(self, waiting: Mapping[MessageTag, object]) -> float:
@@ -529,7 +519,7 @@ class WorkerChannels:
         out.
         """
         told: dict[str, float | None] = {}
-        for name, answer in self._ask_others(_RESTED, self._address).items():
+        for name, answer in self._ask_others(_RESTED, self.address).items():
             try:
                 told[name] = answer.wait()
             except WorkerLost as lost:  # The group may not have noticed it yet.
@@ -568,7 +558,7 @@ class WorkerChannels:
             raise self._record.failure.error
         self._compare()
         for name in self._needed:
-            reason = self._mailbox.loss(self._address[0], name)
+            reason = self._mailbox.loss(self.address[0], name)
             if reason is not None:
                 raise WorkerLost(name, self._operation, reason)
 
@@ -600,7 +590,7 @@ class WorkerChannels:
 
     def begin(self) -> None:
         """See `StageChannels`."""
-        if self._members.joint:
+        if self.members.joint:
             try:
                 # It compares batches, too: a mismatch must show before the first
                 # collective.
@@ -612,11 +602,11 @@ class WorkerChannels:
 
     def _whole(self, value: PyTree) -> PyTree:
         """Gathers a value that is divided over several processes, for messages."""
-        return jax.tree.map(whole_here, value) if self._members.joint else value
+        return jax.tree.map(whole_here, value) if self.members.joint else value
 
     def computed(self, value: PyTree) -> None:
         """See `StageChannels`."""
-        if not self._members.joint:
+        if not self.members.joint:
             jax.block_until_ready(value)
             return
         # Polled, because `block_until_ready` would never return from a collective that
@@ -641,7 +631,7 @@ class WorkerChannels:
         with self._mailbox.lock:
             while (left := until - time.monotonic()) > 0:
                 for name in self._names:
-                    reason = self._mailbox.loss(self._address[0], name)
+                    reason = self._mailbox.loss(self.address[0], name)
                     if reason is not None:
                         return WorkerLost(name, self._operation, reason)
                 self._mailbox.changed.wait(left)
@@ -680,7 +670,7 @@ class WorkerChannels:
             self._check()
             # Under one lock with the check: a request to give up finds a decision, or
             # prevents it.
-            self._mailbox.decisions[self._address[0]] = (self._number, commit), told
+            self._mailbox.decisions[self.address[0]] = (self._number, commit), told
             self._over = True
         for rank in self._others():
             self._put(_tag("D", commit, self._own), rank, told)
@@ -708,12 +698,12 @@ class WorkerChannels:
         failure = self._record.failure
         if failure is not None and failure.told:
             return None
-        body = (*self._address, commit, describe(error, self._name))
+        body = (*self.address, commit, describe(error, self._name))
         # If the leader cannot be reached, the call may have succeeded: no failure is
         # sent to the others then.
         self._over = True
         try:
-            told = self._agent.call(self._names[self._leader], _GIVE_UP, body)
+            told = self.agent.call(self._names[self._leader], _FAILED, body)
         except RpcError as unreachable:
             error.add_note(
                 f"Whether others finished the call is unknown: {unreachable}"
@@ -731,9 +721,9 @@ class WorkerChannels:
         # A failure that came from another worker was sent to all by that worker.
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:
-            body = (*self._address, describe(error, self._name))
+            body = (*self.address, _END, describe(error, self._name))
             self._ask_others(_FAILED, body)
-        self._mailbox.end(self._address)
+        self._mailbox.end(self.address)
 
     def _ask_others(self, kind: str, body: PyTree) -> dict[str, Future[Any]]:
         """Sends a request to the other live workers; their futures by name."""
@@ -741,10 +731,10 @@ class WorkerChannels:
         # by its own timeout.
         names = [self._names[rank] for rank in self._others()]
         return {
-            name: self._agent.call_async(name, kind, body, self._limit, self._meta)
+            name: self.agent.call_async(name, kind, body, self._limit, self._meta)
             for name in names
-            if self._mailbox.loss(self._address[0], name) is None
-            and not self._agent.closed
+            if self._mailbox.loss(self.address[0], name) is None
+            and not self.agent.closed
         }
 
 
@@ -789,8 +779,9 @@ class WorkerCommunicator(Communicator):
             self._parts = self._meet()
         address = self._pipeline, next(self._calls)
         place = self.places.devices[self.places.own[0]]
-        made_of = self._agent, self._members, address, kind, place, self._parts
-        channels = WorkerChannels(*made_of)
+        channels = WorkerChannels(
+            self._agent, self._members, address, kind, place, self._parts
+        )
         mailbox = mailbox_of(self._agent)
         with self.ending(channels):
             # Collectives are matched by their order: the rest of a half done one in
