@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._compat import default_device, trace, without_unread
+from jdist._compat import trace, without_unread
 from jdist._errors import value_error
 from jdist._tree import PyTree, merge, split_inexact, type_name
 from jdist.pipeline.stages.array_spec import blank, describe
-from jdist.pipeline.stages.place import Place, moved, place_of
 from jdist.reduction import Partial
 from jdist.segment.internal import (
     PATIENCE_WITH_MODELS,
@@ -101,6 +100,9 @@ class PipelineLoss:
       names: Names of the values that it takes.
       kind: The reduction.
       has_aux: Whether it returns a pair of losses and auxiliary outputs.
+
+    Attributes:
+      scale: The factor of its cotangents, a scalar on any device; None for 1.
     """
 
     fn: Callable[..., PyTree]
@@ -110,7 +112,7 @@ class PipelineLoss:
 
     def __post_init__(self) -> None:
         """Finds what was compiled for the function."""
-        self._scale: PyTree = None
+        self.scale: PyTree = None
         self._invoke: Invoke = operator.call
         self._compiled = _CACHE.get(self.fn, (), lambda _: _CompiledLoss(self.fn))
 
@@ -121,13 +123,9 @@ class PipelineLoss:
         return "sum" if self.kind == "mean" else self.kind
 
     def scaled(self, scale: jax.typing.ArrayLike) -> "PipelineLoss":
-        """A copy of the loss, with gradients multiplied by `scale`.
-
-        Args:
-          scale: A number, or a scalar on any device.
-        """
+        """A copy of the loss with a scale."""
         made = copy.copy(self)
-        made._scale = scale
+        made.scale = scale
         return made
 
     def through(self, invoke: Invoke) -> "PipelineLoss":
@@ -175,8 +173,7 @@ class PipelineLoss:
         unread = tuple([(x.shape, canonical(x.dtype)) for x in leaves])
         own = self.names, self.kind, self.has_aux
         found = self._compiled.passes(_LossOptions(*own, unread, structure))
-        made = LossPasses(*(partial(self._invoke, each) for each in found))
-        return made if self._scale is None else self._with_scale(made)
+        return LossPasses(*(partial(self._invoke, each) for each in found))
 
     def check(self) -> None:
         """Checks that the function reads what it read when it was first compiled.
@@ -185,23 +182,6 @@ class PipelineLoss:
           ValueError: It would now be compiled to another program.
         """
         self._compiled.fn.check()
-
-    def _with_scale(self, made: LossPasses) -> LossPasses:
-        def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:
-            # Moved at each call: several workers of the last stage compute the loss on
-            # several devices.
-            scale = moved(self._scale, _place_of(values))
-            return made.both(values, entries, weights, scale)
-
-        return made._replace(both=both)
-
-
-def _place_of(values: PyTree) -> Place:
-    """The place of the first array or shape; the default device if it has none."""
-    for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return place_of(leaf) or default_device()
-    return None
 
 
 def _called(

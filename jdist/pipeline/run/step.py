@@ -287,7 +287,10 @@ class Step(ABC):
             found, aux = passes.losses(values, entries, part.weights)
             self._add_loss(worker, micro, found, aux)
             return found
-        found, d_values, aux = passes.both(values, entries, part.weights)
+        # Moved at each call: several workers of the last stage compute the loss on
+        # several devices.
+        scale = moved(self._loss.scale, self._places.devices[worker])
+        found, d_values, aux = passes.both(values, entries, part.weights, scale)
         self._add_loss(worker, micro, found, aux)
         # Numbers on the host, so that each stage's device can take them without a
         # transfer between devices.

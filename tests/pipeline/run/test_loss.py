@@ -84,13 +84,13 @@ def test_outputs_come_by_name_where_there_are_several(rng):
 def test_a_scale_multiplies_cotangents_and_no_loss(kind, rng):
     """The weights of a mean are shares already: nothing is divided here."""
     plain = PipelineLoss(lambda y, batch: y * batch["b"], ("y",), kind)
-    scaled = plain.scaled(np.float32(1000))
     batch, values = {"b": rng.normal(size=3)}, {"y": jnp.arange(3.0)}
     weights = np.array([0.5, 1.0, 1.5])
-    part, cotangents, _ = scaled.passes(batch, ("b",)).both(values, batch, weights)
+    passes, scale = plain.passes(batch, ("b",)), np.float32(1000)
+    part, cotangents, _ = passes.both(values, batch, weights, scale)
     expected = weights * batch["b"] * 1000
     np.testing.assert_allclose(cotangents["y"], expected, rtol=1e-15)
-    other, _, _ = plain.passes(batch, ("b",)).both(values, batch, weights)
+    other, _, _ = passes.both(values, batch, weights)
     assert (float(part.value), float(part.weight)) == (float(other.value), 3.0)
 
 
