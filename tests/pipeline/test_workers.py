@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline.run import replicas
 from jdist.pipeline.run.stage_channels import InProcessChannels
 from jdist.pipeline.run.step import Step
-from jdist.pipeline.run.worker_channels import WorkerChannels
 from tests.pipeline import trained, worker_cases
 from tests.pipeline.models import losses, problem, stages
 from tests.pipeline.places import workers
@@ -145,29 +143,6 @@ def test_replicated_stages_train_alike(cluster):
             assert (found[rank][stage] is not None) == (stage in stages_there)
         for stage in stages_there:
             same_bits(found[rank][stage], expected[stage])
-
-
-def test_a_gradient_travels_in_buckets(threads, monkeypatch):
-    """In as many as its size asks for; the same bits as in one."""
-    expected = worker_cases.two_by_two()
-    tags = set()
-    put = WorkerChannels.put
-
-    def noted(channels, tag, worker, value):
-        if tag.kind == "G":
-            tags.add((tag.stage, tag.sender, tag.micro_batch))
-        put(channels, tag, worker, value)
-
-    monkeypatch.setattr(WorkerChannels, "put", noted)
-    monkeypatch.setattr(replicas, "LIMIT", 8)
-    found = threads.everywhere(worker_cases.two_by_two, workers(4))
-    for rank, own in enumerate([(0,), (0,), (1, 2), (1, 2)]):
-        for stage in own:
-            same_bits(found[rank][stage], expected[stage])
-    # The three leaves of the first stage have 20, 8 and 60 bytes: a bucket each.
-    assert {p for p in tags if p[0] == 0} == {
-        (0, worker, number) for worker in (0, 1) for number in range(3)
-    }
 
 
 def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):

@@ -1,11 +1,9 @@
 """Reduction of gradients and states over the workers that share a stage.
 
 After its last backward pass of a stage a worker sends its sum of gradients to the
-stage's other workers in buckets, and continues with other stages. A bucket is added up
-as soon as those of all workers have arrived, while the next ones are on their way.
+stage's other workers, and continues with other stages.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -16,48 +14,13 @@ from jdist.pipeline.run.stage_channels import MessageTag, Places, ValueChannels,
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.reduction import Partial
 
-# As in torch's `DistributedDataParallel`.
-LIMIT = 25 * 2**20
-"""Size in bytes from which on a bucket is closed."""
-
-
-def buckets_of(partial: Partial) -> list[Partial]:
-    """Splits a partial into buckets of leaves of its gradient, in their order.
-
-    A bucket is closed when it holds `LIMIT` bytes or more. There is at least one.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> gradient = {"b": jnp.zeros(2), "w": jnp.zeros((3, 2))}
-      >>> [len(b.gradient) for b in buckets_of(Partial(1.0, gradient, 4.0))]
-      [2]
-    """
-    # One bucket even without leaves: it carries value and weight.
-    found: list[list[jax.Array]] = [[]]
-    held = 0
-    for leaf in jax.tree.leaves(partial.gradient):
-        if held >= LIMIT:
-            found.append([])
-            held = 0
-        found[-1].append(leaf)
-        held += leaf.nbytes
-    return [partial._replace(gradient=leaves) for leaves in found]
-
-
-def whole(buckets: Sequence[Partial], like: Partial) -> Partial:
-    """Joins buckets, the inverse of `buckets_of`; has the structure of `like`."""
-    leaves = itertools.chain.from_iterable(bucket.gradient for bucket in buckets)
-    structure = jax.tree.structure(like.gradient)
-    return buckets[0]._replace(gradient=jax.tree.unflatten(structure, leaves))
-
 
 def share_gradient(
     channels: ValueChannels, places: Places, worker: int, stage: int, own: Partial
 ) -> None:
     """Sends a worker's gradient of a stage to the stage's other workers."""
-    for number, bucket in enumerate(buckets_of(own)):
-        for other in places.replicas(worker, stage):
-            channels.put(MessageTag("G", number, "", stage, worker), other, bucket)
+    for other in places.replicas(worker, stage):
+        channels.put(_sum_of(worker, stage), other, _flat(own))
 
 
 def joined_gradient(
@@ -72,15 +35,23 @@ def joined_gradient(
       stage: The stage.
       run: The stage on this worker.
     """
-    own, sums = run.partial(), []
-    for number, bucket in enumerate(buckets_of(own)):
-        found = {worker: bucket}
-        for other in places.replicas(worker, stage):
-            tag = MessageTag("G", number, "", stage, other)
-            found[other] = receive(channels, tag, worker, "the end of the step")
-        # Dispatched per bucket, so that it overlaps with the messages of the next one.
-        sums.append(run.joined(found))
-    return whole(sums, own)
+    own = run.partial()
+    found = {worker: _flat(own)}
+    for other in places.replicas(worker, stage):
+        tag = _sum_of(other, stage)
+        found[other] = receive(channels, tag, worker, "the end of the step")
+    joined, structure = run.joined(found), jax.tree.structure(own.gradient)
+    return joined._replace(gradient=jax.tree.unflatten(structure, joined.gradient))
+
+
+def _flat(partial: Partial) -> Partial:
+    """A partial for a message, with the leaves of its gradient."""
+    # Not the tree, whose classes a message may not carry.
+    return partial._replace(gradient=jax.tree.leaves(partial.gradient))
+
+
+def _sum_of(worker: int, stage: int) -> MessageTag:
+    return MessageTag("G", -1, "", stage, worker)
 
 
 def joined_states(

@@ -102,8 +102,8 @@ class MessageTag(NamedTuple):
         parameter, "C" for a stage sent to the process that saves it; "V" for the vote
         of a worker, "D" for the decision.
       micro_batch: Number of the micro-batch; -1 for a message of no micro-batch. For
-        "G" number of the bucket; in an epoch of the update. For "V" and "D" 0 at the
-        beginning of the call, 1 at its end.
+        "G" in an epoch number of the update. For "V" and "D" 0 at the beginning of the
+        call, 1 at its end.
       name: Name of the value or of the tied parameter; for "G" "state" or empty.
       stage: The stage that the message is about, for "F" its consumer; the number of
         stages for the loss.
