@@ -211,7 +211,7 @@ class Spread:
             part = np.asarray(part, jnp.result_type(part))
         if spec is None or not isinstance(place, StageMesh):
             return moved(part, place)
-        return laid(part, place, spec)
+        return laid(part, NamedSharding(place.mesh, spec))
 
     def _blank(
         self, rank: int, kind: jax.ShapeDtypeStruct, spec: PartitionSpec

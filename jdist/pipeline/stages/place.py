@@ -274,14 +274,14 @@ def moved(value: PyTree, place: Place) -> PyTree:
     return jax.tree.map(there, value)
 
 
-def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -> Any:
-    """An array on a mesh with a given sharding; unchanged if it has it already."""
-    target = NamedSharding(place.mesh, spec)
-    if isinstance(array, jax.Array):
-        alike = array.sharding.is_equivalent_to(target, array.ndim)
-        if alike and array.committed:
-            return array
-    return _put(array, target)
+def laid(leaf: Any, target: Sharding) -> Any:
+    """An array or a shape with a given sharding; unchanged if it has it already."""
+    is_there = (
+        isinstance(leaf, jax.Array)
+        and leaf.committed
+        and leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    )
+    return leaf if is_there else _put(leaf, target)
 
 
 def spec_of(leaf: object) -> PartitionSpec:
@@ -478,16 +478,9 @@ def laid_like(value: PyTree, like: PyTree) -> PyTree:
     """Shard each array of a tree as that of `like`, if the latter is committed."""
 
     def there(leaf: Any, other: Any) -> Any:
-        if is_shape(other):
-            return leaf if other.sharding is None else _put(leaf, other.sharding)
-        if not (isinstance(other, jax.Array) and other.committed):
-            return leaf
-        # A shape may have no sharding yet, which the comparison below needs.
-        if is_shape(leaf):
-            return _put(leaf, other.sharding)
-        if leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
-            return leaf
-        return jax.device_put(leaf, other.sharding)
+        bound = is_shape(other) or (isinstance(other, jax.Array) and other.committed)
+        place = other.sharding if bound else None
+        return leaf if place is None else laid(leaf, place)
 
     return jax.tree.map(there, value, like)
 
