@@ -13,8 +13,9 @@ from benchmarks._pair import Job, Spent, timed
 from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, stages
 from jdist import optim, pipeline, rpc
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
+from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
+from jdist.reduction import Partial
 
 ROWS = (64, 128, 256, 512)
 LENGTHS = (4, 16)
@@ -143,7 +144,7 @@ class Alone:
         if self._loss is not None:
             _, found, _ = self._loss.both({name: output}, self._target, self._weights)
             d_output = found[name]
-        share = MicroBatchShare(np.float32(0), float(len(self._weights)))
+        share = Partial._make((np.float32(0), None, float(len(self._weights))))
         stashed.begin_backward(i)
         d_inputs = run.backward(i, {name: d_output}, share, False)
         stashed.end_backward(i)

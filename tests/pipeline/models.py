@@ -88,7 +88,8 @@ def step_by_step(pipe, params, batch, weights, kind):
     Written out by hand, without any of the executor's code.
     """
     from jdist.pipeline.run.micro_batch import split_batch
-    from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
+    from jdist.pipeline.run.stage_run import StageRun
+    from jdist.reduction import Partial
 
     made = pipe.stages
     # The weights of a mean are shares of the batch, whose gradients are added.
@@ -116,9 +117,9 @@ def step_by_step(pipe, params, batch, weights, kind):
         read = {"target": jnp.asarray(part.batch["target"])}
         passes = pipe._loss.passes(part.batch, ("target",))
         found, d_values, _ = passes.both(third, read, part.weights)
-        share = MicroBatchShare(np.float32(0), part.total)
+        share = Partial(np.float32(0), None, part.total)
         if kind in ("max", "min"):
-            share = MicroBatchShare(found.value, found.weight)
+            share = Partial(found.value, None, found.weight)
         d_third = backward(2, i, d_values, share)
         d_second = backward(1, i, {"m": d_third["m"]}, share)
         d_first = {"h": d_second["h"] + d_third["h"], "skip": d_third["skip"]}

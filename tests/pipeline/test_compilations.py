@@ -13,7 +13,8 @@ import pytest
 
 from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
-from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.reduction import Partial
 from tests.pipeline import models, trained
 from tests.pipeline.epochs import asynchronous, paired
 
@@ -117,7 +118,7 @@ def test_the_first_micro_batch_is_added_to_nothing(kind, rng):
     for single in (False, True):
         run = StageRun(stage, compiled, w, None, None, kind, single)
         run.forward(0, {"x": x})
-        share = MicroBatchShare(np.float32(-0.0), np.float32(2))
+        share = Partial(np.float32(-0.0), None, np.float32(2))
         run.backward(0, {"y": jnp.ones_like(x)}, share, False)
         found.append(run.partial())
     first, second = (jax.tree.map(np.asarray, part) for part in found)

@@ -373,7 +373,7 @@ class ScheduleExecutor:
         runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
         # Every message after this line carries the call's identity, so that a worker
         # with another step or batch is found before its values are used.
-        settings = {} if update is None else update.settings
+        settings = {} if update is None else update.overrides
         channels.identify(
             CallArguments(given.step, settings, given.batch, parts, given.key)
         )

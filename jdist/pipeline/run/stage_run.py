@@ -24,29 +24,18 @@ from jdist.segment import Segment
 from jdist.segment.internal import Fold, Invoke
 
 
-class MicroBatchShare(NamedTuple):
-    """The contribution of a micro-batch to the gradient of the batch.
-
-    Attributes:
-      value: For max and min its extreme loss; 0 otherwise.
-      weight: The sum of its weights; for max and min the number of its extremes.
-    """
-
-    value: PyTree
-    weight: Any
-
-
 class UpdateInBackward(NamedTuple):
     """An update within a backward pass, by the gradient of that pass alone.
 
     Attributes:
-      fn: `fn(opt_state, d_params, (params, share)) -> (params, opt_state)`; one object
-        for all passes, because it is a part of the compiled program.
+      fn: `fn(opt_state, d_params, (params, share)) -> (params, opt_state)`, with the
+        share of `StageRun.backward`; one object for all passes, because it is a part of
+        the compiled program.
       opt_state: State of the optimizer; donated.
       params: The parameters that are updated.
     """
 
-    fn: Callable[[PyTree, PyTree, tuple[PyTree, MicroBatchShare]], PyTree]
+    fn: Callable[[PyTree, PyTree, tuple[PyTree, Partial]], PyTree]
     opt_state: PyTree
     params: PyTree
 
@@ -90,7 +79,7 @@ class StageRun:
         self._on_mesh = on_mesh(self.state)
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
-        self._rests: dict[int, tuple[PyTree, MicroBatchShare]] = {}
+        self._rests: dict[int, tuple[PyTree, Partial]] = {}
         self._partial: Partial | None = None
 
     def through(self, invoke: Invoke) -> "StageRun":
@@ -170,7 +159,7 @@ class StageRun:
         self,
         micro: int,
         cotangents: Mapping[str, PyTree],
-        share: MicroBatchShare,
+        share: Partial,
         split: bool,
     ) -> dict[str, PyTree]:
         """Runs the backward pass; returns the cotangents of the inputs by name.
@@ -178,7 +167,9 @@ class StageRun:
         Args:
           micro: Number of the micro-batch.
           cotangents: Cotangents of the outputs by name, None where none flows.
-          share: The contribution of the micro-batch.
+          share: What the micro-batch contributes, without a gradient. For max and min
+            its extreme loss and the number of its extremes; else 0 and the sum of its
+            weights.
           split: Whether `backward_params` comes later.
 
         Returns:
@@ -212,7 +203,7 @@ class StageRun:
             return dict.fromkeys(self.stage.inputs)
         return dict(zip(self.stage.inputs, d_inputs, strict=True))
 
-    def _begun(self, share: MicroBatchShare, d_outputs: PyTree) -> Partial | None:
+    def _begun(self, share: Partial, d_outputs: PyTree) -> Partial | None:
         """The zero that gradients are added to; None for a single micro-batch."""
         # A sum of one term needs no zero, and no pass over memory for it.
         if self.single:
@@ -223,8 +214,9 @@ class StageRun:
         # backward pass would be another program than the first.
         others = jax.tree.leaves((leaves, share, d_outputs))
         bound = next(filter(_is_committed, others), None)
-        kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
-        places = tuple([_place(x, bound) for x in (*leaves, *share)])
+        summed = [*leaves, share.value, share.weight]
+        kinds = tuple([jax.typeof(x) for x in summed])
+        places = tuple([_place(x, bound) for x in summed])
         *leaves, value, weight = self._invoke(_nothing(kinds, places, self.kind))
         return Partial(value, structure.unflatten(leaves), weight)
 
@@ -278,7 +270,7 @@ def fold(key: jax.Array, number: int) -> jax.Array:
     return jax.random.fold_in(key, number)
 
 
-def contribution(kind: str, d_params: PyTree, share: MicroBatchShare) -> Partial:
+def contribution(kind: str, d_params: PyTree, share: Partial) -> Partial:
     """The partial of one micro-batch, in the dtypes of the sum."""
 
     def wide(leaf: jax.Array) -> jax.Array:
@@ -295,7 +287,7 @@ def contribution(kind: str, d_params: PyTree, share: MicroBatchShare) -> Partial
 
 
 def added(
-    kind: str, so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
+    kind: str, so_far: Partial | None, d_params: PyTree, share: Partial
 ) -> Partial:
     """Adds a micro-batch's gradient to the sum; earlier ones come first."""
     own = contribution(kind, d_params, share)

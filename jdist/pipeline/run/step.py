@@ -28,7 +28,7 @@ from jdist.pipeline.run.stage_channels import (
     StageChannels,
     ValueChannels,
 )
-from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
+from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.stages.place import beside, moved, place_of, undivided
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
@@ -327,7 +327,9 @@ class Step(ABC):
             name: summed(parts, self._invoke) for name, parts in received.items()
         }
         # A message has it as a plain tuple: a class would be looked up by its name.
-        d_inputs = run.backward(micro, cotangents, MicroBatchShare(*share), split)
+        value, weight = share
+        own = Partial(value, None, weight)
+        d_inputs = run.backward(micro, cotangents, own, split)
         for tag, receiver in route.sent:
             self._channels.put(tag, receiver, (d_inputs[tag.name], share))
 

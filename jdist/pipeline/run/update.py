@@ -151,13 +151,6 @@ class StageUpdates:
         return made
 
     @property
-    def settings(self) -> dict[str, str]:
-        """The overrides of this step as text, which must be equal on all workers."""
-        return {
-            name: str(np.asarray(number)) for name, number in self.overrides.items()
-        }
-
-    @property
     def together(self) -> bool:
         """Whether an update depends on the gradients of other stages."""
         return self.max_norm is not None or self.loss_scale is not None

@@ -29,7 +29,6 @@ from jdist._tree import PyTree, is_none, map_some, split_inexact, unworded, wide
 from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.stage_run import (
-    MicroBatchShare,
     contribution,
     fold,
     gradient_of,
@@ -58,7 +57,7 @@ class Feed(NamedTuple):
     """The words of the call's PRNG key, if the stages take keys."""
 
 
-Share = MicroBatchShare | None
+Share = Partial | None
 """Beside a cotangent, for max and min: what its micro-batch counts for."""
 
 
@@ -272,9 +271,7 @@ class _Device:
         value = jax.eval_shape(lambda: self._entered(0)[0])
         residuals, rest, d_params = jax.eval_shape(self._passes, value)
         found, *_ = jax.eval_shape(self._lost, value, 0)
-        share = (
-            MicroBatchShare(found.value, found.weight) if self._shares_travel else None
-        )
+        share = found if self._shares_travel else None
         counted = share or self._share_of(0)
 
         def nothing(d_own: PyTree) -> Partial:
@@ -457,8 +454,7 @@ class _Device:
         """Compute the losses of a micro-batch; their cotangent replaces the output."""
         value = take(state.mail.value, at.result)
         found, d_value, d_own = self._lost(value, at.micro_batch)
-        share = MicroBatchShare(found.value, found.weight)
-        sent = share if self._shares_travel else None
+        sent = found if self._shares_travel else None
         loss = reduction.combine(state.loss, found, self.model.kind)
         state = state._replace(
             mail=put(state.mail, at.result, StageMessage(d_value, sent), wanted),
@@ -547,9 +543,9 @@ class _Device:
         joined = reduction.combine(before, own, self.model.kind)
         return kept_unless(wanted, joined, before)
 
-    def _share_of(self, micro_batch: jax.Array | int) -> MicroBatchShare:
+    def _share_of(self, micro_batch: jax.Array | int) -> Partial:
         total = take(self.feed.totals, micro_batch)
-        return MicroBatchShare(jnp.zeros_like(total), total)
+        return Partial(jnp.zeros_like(total), None, total)
 
     def _pass_on(self, number: int, at: Row, state: State) -> State:
         """Send and receive the messages of one distance."""

@@ -10,7 +10,6 @@ import jax
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.pipeline.run.stage_run import (
-    MicroBatchShare,
     StageRun,
     UpdateInBackward,
     contribution,
@@ -139,7 +138,7 @@ def update_in_backward(
     # Each gradient is used while it is in the cache: with SGD an update takes half of
     # the time of a program of its own, which reads all gradients from memory.
     def update(
-        opt_state: PyTree, d_params: PyTree, given: tuple[PyTree, MicroBatchShare]
+        opt_state: PyTree, d_params: PyTree, given: tuple[PyTree, Partial]
     ) -> tuple[PyTree, PyTree]:
         params, share = given
         part = contribution(kind, d_params, share)

@@ -9,7 +9,8 @@ from jdist import optim, pipeline, verify
 from jdist.optim._loss_scale import LossScaleState
 from jdist.optim.master_weights import MasterState
 from jdist.pipeline.run.micro_batch import split_batch
-from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.reduction import Partial
 from tests.pipeline import mixed
 from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.mixed import batch_of, made, start
@@ -126,7 +127,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         passes = pipe._loss.passes(part.batch, ("target",))
         read = {"target": rows["target"]}
         _, d_y, _ = passes.both(third, read, part.weights, scale)
-        share = MicroBatchShare(np.float32(0), part.total)
+        share = Partial(np.float32(0), None, part.total)
         d_third = runs[2].backward(part.number, d_y, share, False)
         d_second = runs[1].backward(part.number, {"m": d_third["m"]}, share, False)
         d_first = {"h": d_second["h"], "skip": d_third["skip"]}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.reduction import Partial
 
 
 def run_of(fn, params, kind="mean"):
@@ -26,7 +27,7 @@ def test_a_gradient_that_is_the_cotangent_itself(split, rng):
     for micro in range(3):
         run.forward(micro, {"x": normal()})
         cotangents.append(normal())
-        share = MicroBatchShare(np.float32(0), 2.0)
+        share = Partial(np.float32(0), None, 2.0)
         found = run.backward(micro, {"y": cotangents[-1]}, share, split)
         if split:
             run.backward_params(micro)
@@ -45,7 +46,7 @@ def test_the_sum_takes_no_more_memory_with_every_micro_batch(rng):
     sums = []
     for micro in range(4):
         y = run.forward(micro, {"x": x})["y"]
-        run.backward(micro, {"y": y}, MicroBatchShare(np.float32(0), 2.0), False)
+        run.backward(micro, {"y": y}, Partial(np.float32(0), None, 2.0), False)
         sums.append(run.partial().gradient)
     jax.block_until_ready(sums[-1])
     assert [one.is_deleted() for one in sums] == [True, True, True, False]
