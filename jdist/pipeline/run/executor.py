@@ -9,7 +9,7 @@ pipeline as one SPMD program (`spmd`) implement the same interface.
 import dataclasses
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,6 @@ class ScheduleExecutor:
         self._places = dataclasses.replace(programs.places, schedule=schedule)
         self._routes = Routes(programs.wiring, self._places)
         self._tied = tied
-        self._checked: set[Any] = set()
         self._forward: dict[int, Routes] = {}
 
     def check_functions(self) -> None:
@@ -318,7 +317,7 @@ class ScheduleExecutor:
             told = self._stats(dict.fromkeys(params, update), params, grads)
             # A refusal after the vote would leave the stages at different steps.
             for j in params:
-                update.check(j, grads[j], told.get(j, NO_STATS), self._checked)
+                update.check(j, grads[j], told.get(j, NO_STATS))
         # Before the vote: after it no worker may fail alone.
         states = step.states()
         loss_of_all, aux, stats = step.agree(channels, told, (grads, states))

@@ -17,7 +17,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -172,27 +172,18 @@ class StageUpdates:
             ),
         )
 
-    def check(
-        self, stage: int, grads: PyTree, stats: GradientStats, known: set[Any]
-    ) -> None:
+    def check(self, stage: int, grads: PyTree, stats: GradientStats) -> None:
         """Traces one stage's step, so that it refuses before any stage has stepped.
 
         Args:
           stage: Number of the stage.
           grads: Its gradient.
           stats: Statistics of any stage, of which only shapes and dtypes matter.
-          known: The steps that were traced; this one is added.
 
         Raises: what `Optimizer.step` raises.
         """
-        given = self._given(stage, grads, stats)
-        leaves, structure = jax.tree.flatten(given[1:])
-        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        step = given[0], structure, kinds
-        # Tracing costs milliseconds, and shapes are the same in almost every step.
-        if step not in known:
-            _update.trace(*given)
-            known.add(step)
+        # JAX finds the trace again, in the next step and in the update itself.
+        _update.trace(*self._given(stage, grads, stats))
 
     def apply(
         self, stage: int, grads: PyTree, stats: GradientStats

@@ -155,7 +155,7 @@ class OneProgramExecutor(ScheduleExecutor):
                 # Checked before any stage steps, since a step donates its arguments.
                 # Only shapes and dtypes are looked at.
                 if update is not None:
-                    update.check(stage, own, stats, self._checked)
+                    update.check(stage, own, stats)
         return StepResult(_here(loss), found, stats, [None] * len(found))
 
     def _gradient_of(
