@@ -134,6 +134,9 @@ POOLED = 128
 # Most bounds are some tens of roundings of the gradient wide; and in float64 they would
 # be narrower by the ratio of the units. Both with room to spare.
 ROUNDINGS = 2.0**10
+# Arrays with more entries are kept in single precision where that is enough, and have
+# wide copies only while they are needed.
+LARGE = 2**18
 # Beyond so many the terms' errors may be chaotic; in a transformer of six layers they
 # are a tenth as wide.
 CHAOTIC = 2.0**13
@@ -161,7 +164,7 @@ class Limit(NamedTuple):
     """The largest difference that rounding explains."""
 
     size: Any
-    """P: the size of a gradient whose terms do not cancel."""
+    """P: the size of a gradient whose terms do not cancel; of a large leaf float32."""
 
     doubt: float = 1.0
     """The number of bounds up to which more draws might explain a difference."""
@@ -171,6 +174,9 @@ class Limit(NamedTuple):
 
     undecided: Undecided | None = None
     """The error beyond the bound that other choices explain; None without any."""
+
+    explained: bool = True
+    """Whether the random part explains the reference's error that stands for D."""
 
     def widened(self) -> "Limit":
         """With the bound below which a leaf is in doubt, where that has an end."""
@@ -190,8 +196,8 @@ class Sums(NamedTuple):
       magnitude: S, the sum of |t_i|.
       square: The sum of |t_i|^2; if the terms inside t_i cancel, the sum of their
         squares.
-      drift: D, the error of the reference, or of the terms as the device rounds; None
-        if it is not known yet.
+      drift: D, the error of the terms as the device rounds; None where no program ran
+        so, and the error of the reference stands for it.
       variance: V, the variance of the sum of the terms' errors.
       scale: The scale.
     """
@@ -272,6 +278,7 @@ def measured_bound(
     terms: int,
     draws: tuple[int, int],
     accumulation: DTypeLike,
+    reference: ArrayLike | None = None,
 ) -> Limit:
     """The whole bound, from measured sums.
 
@@ -281,10 +288,12 @@ def measured_bound(
       terms: Number of examples, n.
       draws: Number of draws of each term's errors, and of all together: d and nu.
       accumulation: The dtype that is accumulated in.
+      reference: The reference's leaf, if its error stands for D.
     """
     least, most = draws
     shape = np.shape(sums.total)
-    tables = {name: _table(x) for name, x in zip(Sums._fields[:5], sums, strict=False)}
+    given = sums if reference is None else sums._replace(drift=reference)
+    tables = {name: _table(x) for name, x in zip(Sums._fields[:5], given, strict=False)}
     total, magnitude, _, _, variance = tables.values()
     width = confidence(total.size)
     tau = confidence(total.size, max(most, POOLED))
@@ -294,8 +303,9 @@ def measured_bound(
     measured = 2 * tau**2
     relative = _relative(variance, magnitude)
     pooled = _pooled(variance, len(shape)) if most < POOLED else None
-    allowed, size = np.empty(total.shape), np.empty(total.shape)
-    squares = np.zeros(3)
+    allowed, squares, explained = np.empty(total.shape), np.zeros(3), True
+    single = total.size > LARGE and jnp.finfo(dtype).bits <= 32
+    size = np.empty(total.shape, np.float32 if single else np.float64)
     for block in blocks_of(*total.shape):
         own = sums._replace(**{k: in_double(x[block]) for k, x in tables.items()})
         if pooled is not None:
@@ -306,15 +316,22 @@ def measured_bound(
         largest = np.maximum(np.abs(own.total) ** 2, own.scale**2 * own.square)
         of_terms = np.maximum(own.scale**2 * own.variance, relative * power)
         of_terms *= measured
-        moved = own.scale * np.abs(own.drift)
+        if reference is None:
+            moved = own.scale * np.abs(own.drift)
+        else:
+            moved = np.abs(own.drift - own.total)
         found = np.sqrt(of_terms + adding * power + partial * largest) + 2 * moved
         found += (terms + EXTRA) * _flushed(dtype)
         # An entry that could not be measured has no bound, and is not judged.
-        allowed[block] = np.where(np.isnan(found), np.inf, found)
+        found[np.isnan(found)] = np.inf
+        allowed[block] = found
+        # 2 |D| of the bound are D's own. NaN is not explained.
+        explained &= reference is None or bool((3 * moved <= found).all())
         size[block] = np.sqrt(largest)
         squares += [float(np.sum(x)) for x in (of_terms, moved**2, largest)]
     in_c, in_d, in_p = np.sqrt(squares).tolist()
-    limit = Limit(allowed.reshape(shape), size.reshape(shape), math.inf)
+    arrays = allowed.reshape(shape), size.reshape(shape)
+    limit = Limit(*arrays, doubt=math.inf, explained=explained)
     # What was measured alone: the errors of a sum are not chaotic.
     chaotic = min(BLIND, CHAOTIC * unit_roundoff(dtype))
     if not in_c + 2 * in_d <= chaotic * in_p:
@@ -357,6 +374,27 @@ def blocks_of(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     for row in range(0, rows, height):
         for column in range(0, columns, width):
             yield slice(row, row + height), slice(column, column + width)
+
+
+def in_blocks(*arrays: ArrayLike) -> Iterator[list[np.ndarray]]:
+    """Copies of arrays of one shape in double precision, block by block.
+
+    Example:
+      >>> [(x.size, y.sum()) for x, y in in_blocks(np.zeros((2, 3)), np.ones((2, 3)))]
+      [(6, np.float64(6.0))]
+    """
+    flat = [np.asarray(x).reshape(-1) for x in arrays]
+    for start in range(0, flat[0].size, BLOCK):
+        yield [in_double(x[start : start + BLOCK]) for x in flat]
+
+
+def inner(first: np.ndarray, second: np.ndarray) -> float:
+    """The real part of the inner product of two blocks.
+
+    Not by BLAS: to share a block among threads takes longer than to add it up, on a
+    busy machine a hundred times as long.
+    """
+    return float(np.sum((first.conj() * second).real))
 
 
 def _table(array: ArrayLike) -> np.ndarray:

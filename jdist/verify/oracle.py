@@ -19,6 +19,7 @@ JAX's own, nothing can be said, and the check says so.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from jax.typing import ArrayLike
 from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
-from jdist.verify.bound import confidence, in_double
+from jdist.verify.bound import confidence, in_blocks, in_double
 from jdist.verify.evaluation.lockstep import Value, paired
 from jdist.verify.evaluation.piecewise import EXACT, Pieces, Recording, kept_pieces
 from jdist.verify.progress import progress
@@ -226,18 +227,17 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
 def _known_slopes(known: Exact, seed: int) -> tuple[float, np.ndarray, float]:
     """The arguments of `pinned` for a direction in which all leaves count."""
     trainable, _ = split_inexact(known.middle.given[0])
-    typical, count = _typical(jax.tree.map(in_double, trainable))
+    typical, count = _typical(trainable)
     generator = np.random.default_rng(seed)
     noise = _noise(generator, typical / math.sqrt(count), trainable)
     parts, structure = jax.tree.flatten(noise)
-    del noise
     length = math.sqrt(sum(float(np.sum(np.abs(x) ** 2)) for x in parts))
     for number, slope in enumerate(known.gradient):
         size = float(np.linalg.norm(slope))
         if 0 < size < math.inf:
             # JAX's gradient g of a complex leaf satisfies dL = Re(g . dz).
             share = length / (size * math.sqrt(len(parts)))
-            parts[number] = parts[number] + share * np.conj(slope)
+            parts[number] += share * slope.conj()
     direction = jax.tree.unflatten(structure, parts)
     exact = _along(direction, known.gradient)
     shifts = FEW if known.scatter else SHIFTS
@@ -263,7 +263,8 @@ def _losses(
     """
     program, given, recording, losses, shares = middle
     found = []
-    trainable, _ = split_inexact(given[0])
+    if near is None:
+        near, _ = split_inexact(given[0])
     with (
         progress("finite differences", 0 if program.tiny else shifts.size) as advance,
         double_precision(),
@@ -274,16 +275,19 @@ def _losses(
             advance()
             own = losses
             if shift != 0:
-                moved = jax.tree.map(
-                    lambda x, d, s=shift: in_double(x) + s * d,
-                    trainable if near is None else near,
-                    direction,
-                )
+                # Each leaf is moved while it is needed, and not all of them at once.
+                move = partial(partial, _moved, shift)
+                moved = jax.tree.map(move, near, direction)
                 run = program.run(_paired(given, moved), form, replay=recording)
                 own = np.asarray(run[0].wide)
-                del moved
             found.append(float(np.vdot(shares, own)))
     return np.asarray(found)
+
+
+def _moved(shift: float, origin: ArrayLike, direction: np.ndarray) -> np.ndarray:
+    wide = shift * direction
+    wide += in_double(origin)
+    return wide
 
 
 def _surroundings(params: PyTree, seed: int) -> tuple[PyTree, PyTree]:
@@ -297,13 +301,17 @@ def _surroundings(params: PyTree, seed: int) -> tuple[PyTree, PyTree]:
     return near, _noise(generator, typical / math.sqrt(count), wide)
 
 
-def _typical(wide: PyTree) -> tuple[float, int]:
+def _typical(params: PyTree) -> tuple[float, int]:
     """The size that a parameter typically has, and how many there are."""
-    leaves = jax.tree.leaves(wide)
+    leaves = jax.tree.leaves(params)
     count = max(sum(leaf.size for leaf in leaves), 1)
-    unit = max((float(np.max(np.abs(x), initial=0)) for x in leaves), default=0) or 1.0
-    with np.errstate(invalid="ignore"):  # Infinite parameters: the loss is not finite.
-        power = sum(float(np.sum(np.abs(x / unit) ** 2)) for x in leaves)
+    tops = (np.max(np.abs(x)) for leaf in leaves for x in in_blocks(leaf))
+    unit, power = float(max(tops, default=0)) or 1.0, 0.0
+    for leaf in leaves:
+        for (x,) in in_blocks(leaf):
+            # Of infinite parameters the loss is not finite.
+            with np.errstate(invalid="ignore"):
+                power += float(np.sum(np.abs(x / unit) ** 2))
     # Not leaf by leaf: biases are often all 0, and then exactly at a kink.
     return unit * math.sqrt(power / count) if power > 0 else 1.0, count
 

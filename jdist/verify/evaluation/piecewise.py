@@ -40,7 +40,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.typing import ArrayLike
 
 from jdist._compat import equations_in, inner_programs
-from jdist.verify.bound import single_of, wide_of
+from jdist.verify.bound import LARGE, single_of, wide_of
 from jdist.verify.evaluation.compilation import TINY, quick_to_compile
 from jdist.verify.evaluation.lockstep import (
     HELD,
@@ -82,9 +82,6 @@ UNLIKE = 0.75
 
 # A group of more equations between products is divided.
 LONG = 100
-
-# Arrays with more entries have wide copies only while they are needed.
-LARGE = 2**18
 
 # Pieces that XLA may be given ahead of those that have run: each takes its memory.
 AHEAD = 4
@@ -230,7 +227,8 @@ class Pieces:
 
         Args:
           inputs: Its arguments. A floating array is exact, with the same value on both
-            sides; a `PrecisionPair` has a wide side of its own.
+            sides; a `PrecisionPair` has a wide side of its own, or a function that
+            makes it for each piece that needs it.
           form: The form of the run.
           amplitude: Factor of the perturbations; of several runs one for each.
           seed: Seed of a drawn run, and the number of any run for an observer; of
@@ -253,7 +251,7 @@ class Pieces:
         found = dict[int, PrecisionPair]()
         take = functools.partial(self._take, form, receive or found.__setitem__)
         given = dict(zip(self._inputs, inputs, strict=True))
-        late = {x for x in given.keys() - self._wanted if _is_large(given[x])}
+        late = {x for x in given.keys() - self._wanted if _is_late(given[x])}
         values |= given
         values |= {x: _entering(given[x], form) for x in given if x not in late}
         take(values)
@@ -784,6 +782,8 @@ def _entering(value: Any, form: Form) -> Value:
             return value
         value = PrecisionPair(value, value.astype(form.wider(value.dtype)))
     rounded, wide = value.rounded, value.wide
+    if callable(wide):
+        wide = wide()
     dtype = wide.dtype if rounded is None else form.wider(rounded.dtype)
     if wide.dtype != dtype:
         wide = wide.astype(dtype)
@@ -791,8 +791,11 @@ def _entering(value: Any, form: Form) -> Value:
     return PrecisionPair(rounded if form.rounded else None, wide, size)
 
 
-def _is_large(value: Any) -> bool:
-    return not isinstance(value, PrecisionPair) and value.size > LARGE
+def _is_late(value: Any) -> bool:
+    """Whether an argument has its wide side only while it is needed."""
+    if isinstance(value, PrecisionPair):
+        return callable(value.wide)
+    return bool(value.size > LARGE)
 
 
 def _leaving(value: Value, form: Form) -> Value:
