@@ -17,7 +17,15 @@ from jax.typing import ArrayLike
 
 from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
-from jdist.verify.bound import BLIND, Limit, blocks_of, bound, in_double
+from jdist.verify.bound import (
+    BLIND,
+    Limit,
+    blocks_of,
+    bound,
+    in_blocks,
+    in_double,
+    inner,
+)
 from jdist.verify.explanations.diagnosis import diagnose
 from jdist.verify.processes.finding import Finding, Products, merged, restored, worst_of
 from jdist.verify.processes.peers import TIMEOUT, Peers, joined
@@ -314,7 +322,7 @@ class _Judged:
                 return replace(row, problem=problem), Products()
             return _equal(row), Products()
         allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
-        errors, ratios, row, products = _distances(row, whole, shard, allowed)
+        row, products = _distances(row, whole, shard, allowed)
         worst = row.ratio
         problem, unjudged = "", ""
         # NaN and infinity are wrong whatever a candidate draws.
@@ -322,12 +330,14 @@ class _Judged:
             unjudged = self.excuse
         # Not `worst > 1`, which is false for NaN.
         elif not worst <= 1:
+            errors, ratios = _errors(in_double(reference), in_double(found), allowed)
             unjudged = _other_choices(limit, shard, errors)
             if not unjudged:
                 problem = self.describe(row.path, self.wanted, shard, ratios)
         # A leaf that is bit-equal to the reference needs no bound.
-        elif not (unjudged := _unmeasured(errors, allowed, shard)) and row.max_ulp > 0:
-            unjudged = _says_nothing(in_double(whole), limit)
+        elif row.max_ulp > 0:
+            unjudged = _unmeasured(reference, allowed, shard)
+            unjudged = unjudged or _says_nothing(whole, limit)
         return replace(row, problem=problem, unjudged=unjudged), products
 
 
@@ -338,8 +348,8 @@ def _equal(row: LeafReport) -> LeafReport:
 
 def _distances(
     row: LeafReport, whole: np.ndarray, shard: Shard, allowed: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, LeafReport, Products]:
-    """Errors of a shard, their ratios to the bound, the row of these, the products.
+) -> tuple[LeafReport, Products]:
+    """The row of a shard's errors, and the products.
 
     `whole` is all of the reference's leaf.
     """
@@ -349,29 +359,34 @@ def _distances(
     unit = float(np.max(np.abs(whole), initial=0))
     unit = unit if unit > 0 and np.isfinite(unit) else 1.0
     flat = [x.reshape(1, -1) for x in (reference, found, allowed)]
-    errors, ratios = np.empty(flat[0].shape), np.empty(flat[0].shape)
     # `np.maximum`, because NaN is the largest.
     most, products = np.zeros(4), np.zeros(3)
-    for block in blocks_of(*errors.shape):
+    for block in blocks_of(*flat[0].shape):
         own, other, bound = (x[block] for x in flat)
         expected, got = in_double(own), in_double(other)
-        # inf - inf is NaN and fails, as it should.
+        error, ratio = _errors(expected, got, bound)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            error = errors[block] = np.abs(expected - got)
             relative = np.where(error == 0, 0, error / np.abs(expected))
-            bound = np.where(np.isnan(bound), np.inf, bound)
-            ratio = ratios[block] = np.where(error == 0, 0, error / bound)
             # Informative only: no verdict depends on the angle.
             a, b = (x.ravel() / unit for x in (expected, got))
-            products += [np.vdot(x, y).real for x, y in ((a, b), (a, a), (b, b))]
+            products += [inner(x, y) for x, y in ((a, b), (a, a), (b, b))]
         each = (error, relative, ulp_distance(own, other), ratio)
         most = np.maximum(most, [np.max(x) for x in each])
     angle = Products(*products.tolist())
     names = "max_abs", "max_rel", "max_ulp", "ratio"
     numbers: dict[str, Any] = dict(zip(names, most.tolist(), strict=True))
-    row = replace(row, **numbers, cosine=angle.cosine)
-    shape = reference.shape
-    return errors.reshape(shape), ratios.reshape(shape), row, angle
+    return replace(row, **numbers, cosine=angle.cosine), angle
+
+
+def _errors(
+    expected: np.ndarray, found: np.ndarray, allowed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors of numbers in double precision, and their ratios to the bound."""
+    # inf - inf is NaN and fails, as it should.
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.abs(expected - found)
+        known = np.where(np.isnan(allowed), np.inf, allowed)
+        return error, np.where(error == 0, 0, error / known)
 
 
 def described_shard(
@@ -438,20 +453,24 @@ def _no_number(given: object) -> bool:
 
 def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
     """Words if zero would pass although the gradient is not zero to rounding."""
-    allowed = np.broadcast_to(limit.bound, expected.shape)
-    if (np.abs(expected) > allowed).any():
-        return ""
-    size = np.broadcast_to(limit.size, expected.shape)
-    # An entry without a bound is right bit for bit here, and says nothing of others.
-    known = np.isfinite(allowed)
-    allowed, size, expected = allowed[known], size[known], expected[known]
+    squares, most = np.zeros(2), np.zeros(3)
+    widths = (np.broadcast_to(x, expected.shape) for x in (limit.bound, limit.size))
+    for own, allowed, size in in_blocks(expected, *widths):
+        if (np.abs(own) > allowed).any():
+            return ""
+        # An entry without a bound is right bit for bit here, and says nothing of
+        # others.
+        known = np.isfinite(allowed)
+        allowed, size, own = allowed[known], size[known], np.abs(own[known])
+        squares += [inner(x, x) for x in (allowed, size)]
+        most = np.maximum(most, [np.max(x, initial=0) for x in (allowed, own, size)])
     # See the end of the derivation in `bound`.
-    wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
-    if not (wide and size.any()):
+    width, power = np.sqrt(squares)
+    if not (width > BLIND * power and most[2] > 0):
         return ""
     return (
-        f"rounding explains differences up to {np.max(allowed):.1e}, and the largest "
-        f"entry is {np.max(np.abs(expected)):.1e}: zero would pass too"
+        f"rounding explains differences up to {most[0]:.1e}, and the largest entry is "
+        f"{most[1]:.1e}: zero would pass too"
     )
 
 
@@ -470,9 +489,13 @@ def _other_choices(limit: Limit, shard: Shard, error: np.ndarray) -> str:
     return f"{other.words}: here other choices explain differences up to {most:.1e}"
 
 
-def _unmeasured(error: np.ndarray, allowed: np.ndarray, shard: Shard) -> str:
+def _unmeasured(expected: np.ndarray, allowed: np.ndarray, shard: Shard) -> str:
     """Words if an entry has no bound, which may hide any difference."""
-    hidden = ~np.isfinite(allowed) & (error > 0)
+    unknown = ~np.isfinite(allowed)
+    if not unknown.any():
+        return ""
+    error, _ = _errors(in_double(expected), in_double(shard.values), allowed)
+    hidden = unknown & (error > 0)
     if not hidden.any():
         return ""
     entry = np.argwhere(hidden)[0]

@@ -21,7 +21,9 @@ from jdist.verify.bound import (
     Limit,
     confidence,
     confidence_in_norm,
+    in_blocks,
     in_double,
+    inner,
     unit_roundoff,
 )
 from jdist.verify.candidates import called, copied, excuse
@@ -494,9 +496,11 @@ def _limits(measured: Measured) -> dict[str, Limit | None]:
 
 def _relative(expected: ArrayLike, found: ArrayLike) -> float:
     """The error of a leaf as a share of its size, in the 2-norm."""
-    wanted, own = in_double(expected), in_double(found)
+    squares = np.zeros(2)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.linalg.norm(own - wanted) / np.linalg.norm(wanted))
+        for wanted, own in in_blocks(expected, found):
+            squares += [inner(x, x) for x in (own - wanted, wanted)]
+        return float(np.sqrt(squares[0] / squares[1]))
 
 
 def _in_norm(expected: ArrayLike, found: ArrayLike, limit: Limit) -> bool:

@@ -44,6 +44,7 @@ from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
     BLIND,
+    LARGE,
     ROUNDINGS,
     Limit,
     Sums,
@@ -51,7 +52,9 @@ from jdist.verify.bound import (
     accumulated,
     choices_bound,
     confidence,
+    in_blocks,
     in_double,
+    inner,
     measured_bound,
     single_of,
     unit_roundoff,
@@ -73,7 +76,6 @@ from jdist.verify.evaluation.lockstep import (
 from jdist.verify.evaluation.piecewise import (
     BOTH,
     EXACT,
-    LARGE,
     Abandoned,
     Pieces,
     Recording,
@@ -261,21 +263,6 @@ class Counted(NamedTuple):
     rows: np.ndarray | None = None
 
 
-class _LeafSums(NamedTuple):
-    """The sums of one leaf while they are made, all but the first divided by a scale.
-
-    Those of a large leaf are in single precision, in which squares may be too small.
-    Drifts are None where no program ran as the device rounds.
-    """
-
-    total: jax.Array
-    magnitude: jax.Array
-    square: jax.Array
-    variance: jax.Array
-    drift: jax.Array | None = None
-    drift_square: jax.Array | None = None
-
-
 class ReducedLoss:
     """A loss and its reduction, whose compiled programs are kept between batches.
 
@@ -429,17 +416,14 @@ class _Losses:
 
     def blur(self) -> float:
         """The largest rounding error of a loss in the dtype that is judged."""
-        leaves, program = jax.tree.leaves(self.given), self.program.program
-        factor, recording = magnified(program), Recording()
+        factor, form = magnified(self.program.program), BOTH._replace(drawn=True)
+        leaves = jax.tree.leaves(self.given)
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            (own,) = self.program.run(leaves, BOTH, recording=recording)
-            (drawn,) = self.program.run(
-                leaves, drawn_form(program), amplitude=factor, seed=1, replay=recording
-            )
-            rounded, perturbed = (
-                float(jnp.max(jnp.abs(x.astype(own.wide.dtype) - own.wide)))
-                for x in (own.rounded, drawn.wide)
-            )
+            (found,) = self.program.run(leaves, form, amplitude=factor, seed=1)
+        rounded, perturbed = (
+            float(np.max(np.abs(in_double(x) - self.exact)))
+            for x in (found.rounded, found.wide)
+        )
         return max(rounded, perturbed / factor)
 
     def middle(self, shares: np.ndarray) -> Middle:
@@ -519,18 +503,16 @@ class LossPrograms:
             for group in _groups(batch, shares, together):
                 values = found.add(group, draws, advance)
                 losses[group.numbers[group.inside]] = values[group.inside]
-                trim(params)
+        # Not after each group, which would get as many pages anew.
+        trim(params)
         missed = ", ".join(sorted(pieces.missed))
         notes = rounding_note(pieces.program)
         if missed:
             words = f"the rounding of {missed} was not measured"
             notes += (f"{words}: there the bound is too narrow",)
-        made = found.taken()
-        scale, of_loss = made[0]
         finer = unit_roundoff("float64") / unit_roundoff(found.drawn.wider("float32"))
-        variance = max(float(of_loss.variance), 0.0) / draws
-        scatter = finer * scale * math.sqrt(variance)
-        return _ExampleSums(_in_turn(made, draws), losses, scatter, notes)
+        scatter = finer * math.sqrt(max(float(found.sums[0].variance), 0.0) / draws)
+        return _ExampleSums(found.taken(draws), losses, scatter, notes)
 
     def choices(
         self,
@@ -743,6 +725,7 @@ class _Examples:
     Attributes:
       drawn: The form of its draws.
       apart: Whether it runs as it rounds by itself, and not beside that in float64.
+      sums: The sums of each result; as variance the sum of all draws' squares.
     """
 
     def __init__(
@@ -755,8 +738,9 @@ class _Examples:
         self.apart = as_it_rounds and not self._twofold
         self._pieces, self._several = pieces, several
         self._params = _pairs(params)
-        self._sums: dict[int, _LeafSums] = {}
-        self._scales: dict[int, float] = {}
+        self.sums: dict[int, Sums] = {}
+        # The sums of squares of errors as the program rounds.
+        self._squares: dict[int, jax.Array] = {}
 
     def add(self, group: _Group, draws: int, advance: Callable[[], None]) -> np.ndarray:
         """Adds examples with their shares; returns their losses.
@@ -778,14 +762,17 @@ class _Examples:
                 receive_rounded(number, value.rounded)
 
         def receive_rounded(number: int, rounded: jax.Array) -> None:
-            given = exact[number], rounded, factor(number), self._scales[number]
-            self._sums[number] = _drifted(self._sums[number], *given)
+            sums = self.sums[number]
+            before = sums.drift, self._squares.get(number)
+            given = exact[number], rounded, factor(number) / sums.scale
+            drift, self._squares[number] = _drifted(before, sums.variance, *given)
+            self.sums[number] = sums._replace(drift=drift)
 
         def draw(number: int, value: PrecisionPair) -> None:
-            sums, scale = self._sums[number], 1 / (self._factor * self._scales[number])
-            given = value.wide, exact[number], factor(number) * scale
-            more = _drawn(sums.variance, *given)
-            self._sums[number] = sums._replace(variance=more)
+            sums = self.sums[number]
+            share = factor(number) / (self._factor * sums.scale)
+            variance = _drawn(sums.variance, value.wide, exact[number], share)
+            self.sums[number] = sums._replace(variance=variance)
 
         with self._compiled_beside(leaves):
             recording = self._measured(leaves, receive)
@@ -825,8 +812,7 @@ class _Examples:
                 return recording
             except RoundedSideNeeded:
                 # Only the first run finds that out.
-                self._sums.clear()
-                self._scales.clear()
+                self.sums.clear()
                 self._twofold = True
         form = form._replace(rounded=True)
         self._pieces.run(leaves, form, recording=recording, receive=receive)
@@ -837,7 +823,7 @@ class _Examples:
         """Compiles the pieces of a draw on another thread, the first time."""
         # Decisions are not known yet, and a mesh that is set is that of its thread.
         on_mesh = not jax.sharding.get_abstract_mesh().empty
-        if self._sums or self._pieces.deciding or on_mesh:
+        if self.sums or self._pieces.deciding or on_mesh:
             yield
             return
 
@@ -860,92 +846,85 @@ class _Examples:
             done.result()
 
     def _add(self, number: int, value: PrecisionPair, factor: np.ndarray) -> None:
-        if number not in self._sums:
-            shape = value.wide.shape[1:] if self._several else value.wide.shape
-            large = math.prod(shape) > LARGE and self.drawn.wider is single_of
-            top = float(jnp.max(jnp.abs(value.wide), initial=0)) if large else 1.0
-            usable = large and 0 < top < math.inf
-            self._scales[number] = 2.0 ** round(math.log2(top)) if usable else 1.0
-            self._sums[number] = _nothing(shape, value.wide.dtype, large)
-        given = value.wide, value.size, factor, self._scales[number]
-        self._sums[number] = _added(self._sums[number], *given)
+        sums = self.sums.get(number) or self._nothing(value.wide)
+        made = _added(sums[:3], value.wide, value.size, factor, sums.scale)
+        self.sums[number] = sums._replace(**made)
 
-    def taken(self) -> list[tuple[float, _LeafSums]]:
-        """The sums, and by what each is scaled; they are not kept."""
-        sums, self._sums = self._sums, {}
-        return [(self._scales[number], sums[number]) for number in sorted(sums)]
+    def _nothing(self, wide: jax.Array) -> Sums:
+        """The sums over no example; `wide` are the results of the first ones."""
+        shape = wide.shape[1:] if self._several else wide.shape
+        # In single precision squares may be too small, or too large.
+        large = math.prod(shape) > LARGE and self.drawn.wider is single_of
+        top = float(jnp.max(jnp.abs(wide), initial=0)) if large else 1.0
+        usable = large and 0 < top < math.inf
+        scale = np.float64(2.0 ** round(math.log2(top)) if usable else 1.0)
+        total = jnp.zeros(shape, wide.dtype)
+        dtype = single_of(wide.dtype) if large else wide.dtype
+        # An array for each, since each is overwritten.
+        sizes = (jnp.zeros(shape, dtype).real for _ in range(3))
+        return Sums(total, next(sizes), next(sizes), None, next(sizes), scale)
 
-
-def _in_turn(made: list[tuple[float, _LeafSums]], draws: int) -> Iterator[Sums]:
-    """The sums leaf by leaf; those that were made are dropped on the way."""
-    while made:
-        scale, leaf = made.pop(0)
-        total, magnitude, square, drawn = map(np.asarray, leaf[:4])
-        variance, drift = drawn / draws, None
-        if leaf.drift is not None:
-            drift = np.asarray(leaf.drift)
-            # Either estimate of the variance alone may be too small by chance.
-            variance = np.maximum(np.asarray(leaf.drift_square), variance)
-        del leaf
-        yield Sums(total, magnitude, square, drift, variance, scale)
-
-
-def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
-    """The sums over no example."""
-    total = jnp.zeros(shape, dtype)
-    size = jnp.zeros(shape, single_of(dtype) if large else dtype).real
-    return _LeafSums(total, size, size, size)
+    def taken(self, draws: int) -> Iterator[Sums]:
+        """The sums result by result; those that were taken are not kept."""
+        for number in sorted(self.sums):
+            own = self.sums.pop(number)
+            variance = np.asarray(own.variance) / draws
+            if number in self._squares:
+                # Either estimate of the variance alone may be too small by chance.
+                variance = np.maximum(self._squares.pop(number), variance)
+            own = own._replace(variance=variance)
+            yield jax.tree.map(np.asarray, own)
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def _added(
-    sums: _LeafSums,
+    sums: tuple[jax.Array, jax.Array, jax.Array],
     exact: jax.Array,
     size: jax.Array | None,
     factor: jax.Array,
-    scale: jax.Array,
-) -> _LeafSums:
-    """The sums with further examples, but for those of errors.
+    scale: float,
+) -> dict[str, jax.Array]:
+    """The total, magnitude and square of `Sums` with further examples, by name.
 
     The factors, one for each example, are 0 for those that do not count.
     """
-    exact, factor = _of_examples(exact, factor, sums.total)
+    total, magnitude, square = sums
+    exact, factor = _of_examples(exact, factor, total)
     largest = factor * jnp.abs(exact) / scale
     # Larger than the value where the terms of its last sum cancel.
     free = largest
     if size is not None:
         free = jnp.maximum(largest, factor * size.reshape(exact.shape) / scale)
-    return sums._replace(
-        total=_plus(sums.total, factor * exact, factor),
-        magnitude=_plus(sums.magnitude, largest, factor),
-        square=_plus(sums.square, free**2, factor),
-    )
+    return {
+        "total": _plus(total, factor * exact, factor),
+        "magnitude": _plus(magnitude, largest, factor),
+        "square": _plus(square, free**2, factor),
+    }
 
 
 @jax.jit
 def _drifted(
-    sums: _LeafSums,
+    before: tuple[jax.Array | None, jax.Array | None],
+    like: jax.Array,
     exact: jax.Array,
     rounded: jax.Array,
     factor: jax.Array,
-    scale: jax.Array,
-) -> _LeafSums:
-    """The sums with the errors of further examples as the program rounds."""
-    exact, factor = _of_examples(exact, factor, sums.total)
+) -> tuple[jax.Array, jax.Array]:
+    """The sums of errors and of their squares with examples as the program rounds.
+
+    Those before are None without any; the squares are then made like another sum.
+    """
+    exact, factor = _of_examples(exact, factor, like)
     rounded = rounded.reshape(exact.shape).astype(exact.dtype)
-    error = factor * (rounded - exact) / scale
-    drift, square = sums.drift, sums.drift_square
+    error, (drift, square) = factor * (rounded - exact), before
     if drift is None or square is None:
-        large = sums.square.dtype == jnp.float32
-        square = jnp.zeros_like(sums.square)
-        drift = square.astype(single_of(error.dtype) if large else error.dtype)
-    return sums._replace(
-        drift=_plus(drift, error, factor),
-        drift_square=_plus(square, jnp.abs(error) ** 2, factor),
-    )
+        square = jnp.zeros_like(like)
+        dtype = error.dtype
+        drift = square.astype(single_of(dtype) if like.dtype == jnp.float32 else dtype)
+    return _plus(drift, error, factor), _plus(square, jnp.abs(error) ** 2, factor)
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def _drawn(
     variance: jax.Array, drawn: jax.Array, exact: jax.Array, factor: jax.Array
 ) -> jax.Array:
@@ -988,14 +967,17 @@ class _Bounds(NamedTuple):
       of_loss: The limit of the loss.
       limits: Those of the parameters' leaves; None for a leaf without a gradient.
       totals: The exact gradient's floating leaves.
-      explained: Whether the random part of the bounds explains the reference's own
-        errors, where these stand for D.
     """
 
     of_loss: Limit
     limits: dict[str, Limit | None]
     totals: list[np.ndarray]
-    explained: bool
+
+    @property
+    def explained(self) -> bool:
+        """Whether they explain the reference's own errors, where these stand for D."""
+        limits = self.of_loss, *self.limits.values()
+        return all(limit is None or limit.explained for limit in limits)
 
 
 def _bounded(
@@ -1006,25 +988,15 @@ def _bounded(
     terms: int,
     draws: tuple[int, int],
 ) -> _Bounds:
-    explained, totals = True, []
+    totals = []
 
     def bound(given: ArrayLike) -> Limit:
-        nonlocal explained
         own, dtype = next(sums), jnp.result_type(given)
         totals.append(own.total)
-        measured = own.drift is not None
-        if not measured:
-            apart = in_double(given)
-            apart -= own.total
-            apart /= own.scale
-            own = own._replace(drift=apart)
-        limit = measured_bound(
-            dtype, own, terms, draws, accumulated(dtype, accumulation)
-        )
-        if not measured and explained:
-            # 2 |D| of the bound are D's own. NaN is not explained.
-            explained = bool((np.abs(own.drift) <= limit.bound / (3 * own.scale)).all())
-        return limit
+        adding = accumulated(dtype, accumulation)
+        # Where no program ran as it rounds, the reference's own error stands for D.
+        known = given if own.drift is None else None
+        return measured_bound(dtype, own, terms, draws, adding, known)
 
     value, gradient = reference
     of_loss, leaves = bound(value), named_leaves(gradient)
@@ -1032,7 +1004,7 @@ def _bounded(
         path: bound(leaves[path]) if is_inexact(leaf) else None
         for path, leaf in named_leaves(params).items()
     }
-    return _Bounds(of_loss, limits, totals[1:], explained)
+    return _Bounds(of_loss, limits, totals[1:])
 
 
 def _accumulates(params: PyTree, accumulation: DTypeLike | None) -> tuple[str, ...]:
@@ -1129,16 +1101,19 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit, *, adding: bool) ->
 
     `adding` says whether derivative rules may add to it.
     """
-    leaf, measured = in_double(given), np.isfinite(limit.bound)
-    # A NaN is no sum's, and is reported where it is compared.
-    off = np.abs(leaf - total) > limit.bound
-    width = np.linalg.norm(limit.bound[measured])
+    off, used, squares = False, False, np.zeros(2)
+    for leaf, exact, bound in in_blocks(given, total, limit.bound):
+        # A NaN is no sum's, and is reported where it is compared.
+        off |= bool((np.abs(leaf - exact) > bound).any())
+        # An unused leaf has a gradient of 0, and a bound for numbers near it.
+        used |= bool(leaf.any() or exact.any())
+        unmeasured = ~np.isfinite(bound)
+        bound[unmeasured] = leaf[unmeasured] = 0
+        squares += [inner(x, x) for x in (bound, leaf)]
+    width, size = np.sqrt(squares)
     # A large part of the leaf is looked for, or of what rules add, which may be small.
     seen = min(BLIND / 2, ROUNDINGS * unit_roundoff(given.dtype) if adding else 1.0)
-    wide = width > seen * np.linalg.norm(leaf[measured])
-    # An unused leaf has a gradient of 0, and a bound for numbers near it.
-    used = leaf.any() or total.any()
-    return bool(off.any() or (wide and used))
+    return off or bool(used and width > seen * size)
 
 
 def _shares(
