@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
@@ -513,19 +514,14 @@ def agreed(report: Report, peers: Peers) -> Report:
     """Makes the report the same on all processes."""
     if peers.size == 1:
         return report
-    own = None if report.oracle is None else asdict(report.oracle)
-    causes = [asdict(cause) for cause in report.attributions]
-    record = {"oracle": own, "notes": report.notes, "attributions": causes}
-    # Rows are merged already. The oracle and the notes are those of process 0: on other
-    # hosts their last digits may differ.
-    first = peers.exchange(record)[0]
-    oracle = None
-    if first["oracle"] is not None:
-        rules = tuple(first["oracle"]["own_rules"])
-        oracle = OracleCheck(**{**first["oracle"], "own_rules": rules})
-    return replace(
-        report,
-        oracle=oracle,
-        notes=tuple(first["notes"]),
-        attributions=tuple(Attribution(**cause) for cause in first["attributions"]),
-    )
+    # Rows are merged already. These are those of process 0: on other hosts the last
+    # digits may differ.
+    shared: dict[str, Any] = {
+        "oracle": OracleCheck | None,
+        "notes": tuple[str, ...],
+        "attributions": tuple[Attribution, ...],
+    }
+    own = {name: msgspec.to_builtins(getattr(report, name)) for name in shared}
+    first = peers.exchange(own)[0]
+    found = {name: msgspec.convert(first[name], kind) for name, kind in shared.items()}
+    return replace(report, **found)
