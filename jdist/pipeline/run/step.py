@@ -471,7 +471,9 @@ def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> PyTr
     return functools.reduce(functools.partial(invoke, _plus), flowing)
 
 
-_plus = jax.jit(lambda first, second: add_trees(first, second))
+@jax.jit
+def _plus(first: PyTree, second: PyTree) -> PyTree:
+    return add_trees(first, second)
 
 
 def _in_one(rows: Sequence[jax.Array]) -> jax.Array:

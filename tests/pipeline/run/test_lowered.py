@@ -104,6 +104,29 @@ def test_a_gradient_has_no_updates():
     assert "stage 2: gradient" in found
 
 
+def test_cotangents_of_two_consumers_are_added_up_by_a_program_of_that_name():
+    """A value that the next two stages read has a sum, called what it is."""
+
+    def scaled(params, h):
+        return jnp.tanh(h * params)
+
+    def joined(params, h, s):
+        return h * params + s
+
+    own = [
+        pipeline.Stage(scaled, inputs=("x",), outputs=("s",)),
+        pipeline.Stage(scaled, inputs=("s",), outputs=("h",)),
+        pipeline.Stage(joined, inputs=("h", "s"), outputs=("y",)),
+    ]
+    schedule = pipeline.gpipe(3, 2)
+    pipe = pipeline.Pipeline(own, lambda y, batch: (y - batch["y"]) ** 2, schedule)
+    weights = tuple(jnp.float32(x) for x in (0.3, 0.5, 0.7))
+    rows = jnp.arange(7, dtype=jnp.float32)
+    found = pipe.lower(shapes(weights), shapes({"x": rows, "y": rows}))
+    assert "sum: cotangent" in found
+    assert not [name for name in found if "lambda" in name]
+
+
 def test_tied_gradients_are_added_up_at_each_stage(caplog):
     """On the stage's own device, by the programs that a step then runs."""
 
