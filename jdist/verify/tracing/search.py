@@ -257,9 +257,9 @@ def _forward(
         every[list(passage.undecided.get("forward", ()))] = False
         if not owns or not every.any():
             continue
-        told = [(own, *_missing(own, place, every, orders)) for own in owns]
-        wrong = [(own, missing) for own, missing, _ in told if missing]
-        if whole and any(_of_parts(passages, passage, own) for own, _ in wrong):
+        told = [_told(own, place, every, orders) for own in owns]
+        wrong = [each for each in told if each.missing]
+        if whole and any(_of_parts(passages, passage, each.own) for each in wrong):
             findings.of_parts.add(place)
             findings.notes.append(
                 f"{passage.label} was not compared: it has no axis of examples, and "
@@ -268,11 +268,11 @@ def _forward(
             continue
         if wrong:
             differences = {
-                str(own.part): _wrong_values(passages, place, own, missing, orders)
-                for own, missing in wrong
+                str(each.own.part): _wrong_values(passages, place, each)
+                for each in wrong
             }
             return _joined(differences, len(owns))
-        if all(known for *_, known in told):
+        if all(each.known for each in told):
             findings.right.append(f"forward {passage.label}")
         else:
             words = "examples have it in common, and no other tap tells whose it is"
@@ -282,15 +282,46 @@ def _forward(
     return None
 
 
-def _missing(
-    own: Aligned, place: int, every: np.ndarray, orders: Orders
-) -> tuple[list[int], bool]:
-    """The examples of which a part is wrong, and whether it is known whose rows are."""
+class _Told(NamedTuple):
+    """What the values of a part tell at a passage.
+
+    Attributes:
+      own: The records of the part.
+      missing: The examples of which the part is wrong.
+      rows: The wrong row of an example, where the order of its call tells it.
+      known: Whether it is known whose the rows are.
+    """
+
+    own: Aligned
+    missing: list[int]
+    rows: dict[int, int]
+    known: bool
+
+
+def _told(own: Aligned, place: int, every: np.ndarray, orders: Orders) -> _Told:
+    """Compares a part of the examples that count.
+
+    Integers, single numbers, and what examples have in common do not tell whose they
+    are. There the rows of a call are those of a call at the tap before.
+    """
+    passage, passed = own.passage_at(place), own.forward
     # Not by its class: an example's own value has to be there.
     seen = own.seen_at(place).copy()
-    wrong, known = _in_order(own, place, orders)
-    seen[list(wrong)] = False
-    return np.flatnonzero(every & ~seen).tolist(), known
+    if passage.layout.axis is None:
+        return _Told(own, np.flatnonzero(every & ~seen).tolist(), {}, True)
+    common, bounds = _common(own.classes_at(place)), passage.forward.bounds
+    single = bounds.shape[1] == 1 or bool((bounds == APART).all())
+    by_order, rows = common | single, dict[int, int]()
+    known = not (single and common.any())
+    if by_order.any() or (every & ~seen).any():
+        for call, each in _matched(own, place, orders):
+            same = within(passed.values[each], *(x[call] for x in passage.forward))
+            # What is another example's value by itself may be so in its own place.
+            wrong = ~same & (by_order[call] | (passed.found[each] == NONE))
+            rows.update(zip(call[wrong].tolist(), each[wrong].tolist(), strict=True))
+            seen[call[~same & by_order[call]]] = False
+            known = True
+    return _Told(own, np.flatnonzero(every & ~seen).tolist(), rows, known)
 
 
 def _of_parts(passages: Sequence[Passage], passage: Passage, own: Aligned) -> bool:
@@ -306,26 +337,6 @@ def _of_parts(passages: Sequence[Passage], passage: Passage, own: Aligned) -> bo
     return len({row.tobytes() for row in own.shown.values}) > passes
 
 
-def _in_order(own: Aligned, place: int, orders: Orders) -> tuple[dict[int, int], bool]:
-    """The wrong rows by example, and whether it is known whose the rows are.
-
-    Of integers, single numbers, and what examples have in common: there a value does
-    not tell whose it is. The rows of a call are those of a call at the tap before.
-    """
-    passage, common = own.passage_at(place), _common(own.classes_at(place))
-    bounds = passage.forward.bounds
-    single = bounds.shape[1] == 1 or bool((bounds == APART).all())
-    wrong, known = dict[int, int](), not (single and common.any())
-    if passage.layout.axis is None or not (single or common.any()):
-        return wrong, True
-    for call, rows in _matched(own, place, orders):
-        same = within(own.forward.values[rows], *(x[call] for x in passage.forward))
-        pairs = zip(call[~same].tolist(), rows[~same].tolist(), strict=True)
-        wrong.update((e, row) for e, row in pairs if single or common[e])
-        known = True
-    return wrong, known
-
-
 def _common(classes: np.ndarray) -> np.ndarray:
     """Which examples have a class in common with others."""
     common: np.ndarray = np.bincount(classes)[classes] > 1
@@ -336,20 +347,22 @@ def _matched(
     own: Aligned, place: int, orders: Orders
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The examples and the rows of each call, which is like one at the tap before."""
-    each = list(own.forward.rows_by_call())
+    passed, each = own.forward, list(own.forward.rows_by_call())
     places = [(p, own.classes_at(p)) for p in own.places]
+    alike = _cosines(passed.values, own.passage_at(place).forward.values)
     tried = [
-        (int(same.sum()), p == place, -abs(number * len(orders) // len(each) - k),
-         number, (k, p))
+        (int(same.sum()), p == place, p == place and alike[rows, whose].mean().round(3),
+         -abs(number * len(orders) // len(each) - k), number, (k, p))
         for number, rows in enumerate(each)
         for k, (device, call) in enumerate(orders)
-        if (device, len(call)) == (own.forward.devices[number], len(rows))
+        if (device, len(call)) == (passed.devices[number], len(rows))
         for whose in [np.array(call)]
         for p, classes in places
-        for same in [(own.forward.found[rows] == classes[whose]) & (whose != NONE)]
+        for same in [(passed.found[rows] == classes[whose]) & (whose != NONE)]
     ]  # fmt: skip
     used: set[Any] = set()
-    # The calls that agree most first; those that agree equally in their order.
+    # The calls that agree most first; those that agree equally by their direction, and
+    # then in their order.
     for *_, number, (k, p) in sorted(tried, reverse=True):
         if not used & {number, (k, p)}:
             used |= {number, (k, p)}
@@ -396,69 +409,29 @@ def _known(orders: Orders) -> int:
     return sum(e != NONE for _, call in orders for e in call)
 
 
-def _wrong_values(
-    passages: Sequence[Passage],
-    place: int,
-    aligned: Aligned,
-    missing: list[int],
-    orders: Orders,
-) -> Difference:
-    passage = aligned.passage_at(place)
+def _wrong_values(passages: Sequence[Passage], place: int, told: _Told) -> Difference:
+    own, missing = told.own, told.missing
+    passage, passed = own.passage_at(place), own.forward
     examples = tuple(missing) if passage.layout.axis is not None else ()
-    wrong, _ = _in_order(aligned, place, orders)
-    rows = {e: r for e, r in wrong.items() if e in missing}
-    rows = rows or _assigned(passage, aligned, place, missing, orders)
+    rows = {e: row for e, row in told.rows.items() if e in missing}
+    # Rows of no example, or of another one that is near to a missing one.
+    near = np.isin(passed.found, own.classes_at(place)[missing])
+    strange = np.flatnonzero((passed.found == NONE) | near).tolist()
+    cosine = _cosines(passed.values, passage.forward.values)
+    for example in missing:
+        free = [row for row in strange if row not in rows.values()]
+        # No call tells which it is: the one of the nearest direction.
+        if free and example not in rows:
+            rows[example] = max(free, key=lambda r: float(cosine[r, example]))
     if not rows:
         return Difference("forward", passage.label, examples, float("inf"), ABSENT)
     known = sorted(rows)
-    found = aligned.forward.values[[rows[e] for e in known]]
-    alike = _alike(passages, passages[place], aligned.part)
+    found = passed.values[[rows[e] for e in known]]
+    alike = _alike(passages, passages[place], own.part)
     others = {label: p.forward.values[known] for label, p in alike.items()}
     bounds = passage.forward.bounds[known]
     ratio, words = _described(passage, others, found, bounds, known)
     return Difference("forward", passage.label, examples, ratio, words)
-
-
-def _assigned(
-    passage: Passage,
-    aligned: Aligned,
-    place: int,
-    missing: list[int],
-    orders: Orders,
-) -> dict[int, int]:
-    """The most likely row of each missing example.
-
-    The rows of a call are matched to the examples of a call at the tap before. Among
-    several choices, and where there is none, the row of the nearest direction is taken.
-    """
-    passed, expected = aligned.forward, passage.forward.values
-    # Rows of no example, or of another one that is near to a missing one.
-    near = aligned.classes_at(place)[missing]
-    strange = (passed.found == NONE) | np.isin(passed.found, near)
-    cosine = _cosines(passed.values, expected)
-    proposals = []
-    for own, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
-        for device, call in orders:
-            if device == own and len(call) == len(rows) and strange[rows].any():
-                pairs = [
-                    (e, int(r))
-                    for e, r in zip(call, rows, strict=True)
-                    if strange[r] and e in missing
-                ]
-                if pairs:
-                    score = float(np.mean([cosine[r, e] for e, r in pairs]))
-                    proposals.append((score, pairs))
-    taken: dict[int, int] = {}
-    # Greedy, the best proposal first: a row or an example is assigned once.
-    for _, pairs in sorted(proposals, reverse=True):
-        if not any(e in taken or r in taken.values() for e, r in pairs):
-            taken.update(pairs)
-    left = np.flatnonzero(strange)
-    for example in set(missing) - taken.keys():
-        free = [r for r in left.tolist() if r not in taken.values()]
-        if free:
-            taken[example] = max(free, key=lambda r: float(cosine[r, example]))
-    return taken
 
 
 def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
