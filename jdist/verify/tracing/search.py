@@ -509,10 +509,6 @@ class _Backward:
             compared = passage.backward is not None and owns
             if not compared or place in self.findings.of_parts:
                 continue
-            strange = self._strange(place, owns)
-            if strange:
-                label, far = passage.label, float("inf")
-                return Difference("backward", label, strange, far, STALE)
             difference = self._judged(place, owns)
             if difference is not None:
                 return difference
@@ -543,6 +539,9 @@ class _Backward:
                 total = _total(each)
                 power = float(np.vdot(total, total).real)
                 if power == 0 or any(key in table for key in keys):
+                    continue
+                # Stale. Without such values the examples are lost, or count 0 times.
+                if not (whole or found.any()) and _has_unknown(own):
                     continue
                 factor = complex(_fitted(total, found))
                 width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
@@ -632,7 +631,7 @@ class _Backward:
             errors = np.array([factor.error for factor in factors])[:, None]
             allowed = np.sum(np.abs(values) * (widths + errors * np.abs(each)), axis=0)
             expected = _total(values * each)
-            if sum(p == place for p, _ in members) > 1:
+            if found.any() and sum(p == place for p, _ in members) > 1:
                 # Equal examples: which cotangent is whose, and which is a copy, cannot
                 # be told. Their direction can.
                 factor = _fitted(expected, found)
@@ -646,29 +645,6 @@ class _Backward:
         rows = sorted(wrong)
         columns = zip(*(wrong[e] for e in rows), strict=True)
         return _Wrong(rows, *map(np.stack, columns))
-
-    def _strange(self, place: int, owns: Sequence[Aligned]) -> tuple[int, ...]:
-        """The examples that no cotangent reaches, where unknown values have some."""
-        passage = self.passages[place]
-        # At the last tap alone: at earlier ones the cotangents themselves are compared.
-        if passage.layout.axis is None or self.factors:
-            return ()
-        # Without such values the examples are lost, which the gradient shows.
-        if not any(map(_has_unknown, owns)):
-            return ()
-        reached = set(self._undecided(place))
-        for own in owns:
-            wanted = own.passage_at(place).backward
-            assert wanted is not None, "a part has what the whole has"
-            classes = own.classes_at(place)
-            reached |= {
-                e
-                for e in range(own.examples)
-                if not wanted.values[e].any() or classes[e] in own.backward.found
-            }
-        return tuple(
-            e for e in np.flatnonzero(self.counted).tolist() if e not in reached
-        )
 
     def _undecided(self, place: int) -> Set[int]:
         return self.passages[place].undecided.get("backward", frozenset())
