@@ -141,8 +141,8 @@ def trace_judge(
         reference = Reference("trace", loss, *given, finite_differences)
         params, batch, weights = brought(given)
         examples = _examples(batch)
-        batches = Counted(batch, weights), reference.counted
-        own = traced(loss_fn, params, *batches, reduction, accumulation, examples)
+        whole = Counted(batch, weights, reference.counted.rows)
+        own = traced(loss_fn, params, whole, reduction, accumulation, examples)
         apart = jax.eval_shape(loss_fn, params, batch).shape != ()
     if not own.passages:
         rule = "must mark values with verify.tap"

@@ -91,23 +91,6 @@ class Passage:
     through: Mapping[str, np.ndarray] = field(default_factory=dict)
     undecided: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
-    def with_cotangents(self, other: "Passage", rows: np.ndarray) -> "Passage":
-        """The passage with the cotangents of another, whose examples are these rows."""
-        if self.backward is None or other.backward is None:
-            return self
-        backward = other.backward
-        through = other.through
-        if self.layout.axis is not None:
-
-            def filled(part: np.ndarray) -> np.ndarray:
-                whole = np.zeros_like(part, shape=self.forward.values.shape)
-                whole[rows] = part
-                return whole
-
-            backward = Rows(*map(filled, backward))
-            through = {name: filled(part) for name, part in through.items()}
-        return replace(self, backward=backward, through=through)
-
 
 class TracedReference(NamedTuple):
     """What the taps of the reference show: all passages, in the program's order."""
@@ -122,7 +105,6 @@ def traced(
     loss_fn: LossFn,
     params: PyTree,
     whole: Counted,
-    counted: Counted,
     reduction: str,
     accumulation: DTypeLike | None,
     examples: int | None,
@@ -132,25 +114,30 @@ def traced(
     Args:
       loss_fn: With taps.
       params: Its parameters.
-      whole: The whole batch.
-      counted: The examples of it that count.
+      whole: The whole batch, with the numbers of the examples that count.
       reduction: A key of `oracle.REDUCERS`.
       accumulation: The dtype in which sums are accumulated.
       examples: How many the whole batch has; None if that is not known, and all values
         are compared as wholes.
     """
-    options = reduction, accumulation
-    found = _of_batch(loss_fn, params, whole, *options, examples)
+    options = reduction, accumulation, examples
+    found = _of_batch(loss_fn, params, whole, *options)
     flowing = [x.backward.values for x in found.passages if x.backward is not None]
-    if counted.rows is None or all(np.isfinite(x).all() for x in flowing):
+    if whole.rows is None or all(np.isfinite(x).all() for x in flowing):
         return found
-    # An example that does not count may have a cotangent of 0 / 0.
-    rows = counted.rows
-    others = _of_batch(loss_fn, params, counted, *options, examples and len(rows))
+    # An example that does not count may have a cotangent of 0 / 0. As in padding, a
+    # copy of one that counts takes its place.
+    rows = np.full(np.shape(whole.weights), whole.rows[0])
+    rows[whole.rows] = whole.rows
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[rows], whole.batch)
+    others = _of_batch(loss_fn, params, whole._replace(batch=batch), *options)
 
     def joined(passages: list[Passage]) -> list[Passage]:
         pairs = zip(passages, others.passages, strict=True)
-        return [own.with_cotangents(other, rows) for own, other in pairs]
+        return [
+            replace(x, backward=x.backward and y.backward, through=y.through)
+            for x, y in pairs
+        ]
 
     own = joined(found.passages)
     return TracedReference(own, lambda: joined(found.undecided()))
