@@ -6,16 +6,12 @@ program is run with a tap behind every draw inside `shard_map`, which shows the 
 the device's coordinates.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import summarize
 from jax.sharding import PartitionSpec
@@ -24,7 +20,8 @@ from jdist._compat import equations_in, evaluate, with_equations, with_inner_pro
 from jdist._errors import check_function, quoted, requirement
 from jdist._tree import PyTree
 from jdist.verify.report import LeafReport, Report
-from jdist.verify.tracing.primitive import show
+from jdist.verify.tracing.recording import TapRecording
+from jdist.verify.tracing.taps import tap
 
 NAME = "trainer"
 
@@ -32,7 +29,7 @@ SURE = 64
 """Bits of a draw that are not the same by chance."""
 
 Place = tuple[tuple[str, int], ...]
-"""A device's coordinate on each axis of its mesh."""
+"""A device's coordinate on each axis of its mesh that has several devices."""
 
 
 def masks(
@@ -81,15 +78,20 @@ def masks(
     check_function("masks(trainer=...)", trainer)
     _check_axes(same, differ)
     program = jax.make_jaxpr(trainer)(*arguments)
-    draws = _Draws(where)
-    observed = with_equations(program, draws.observed(None, ()))
-    _check_drawn(draws, (*same, *differ), where)
-    run = jax.jit(lambda *leaves: evaluate(observed, leaves))
-    jax.block_until_ready(run(*jax.tree.leaves(arguments)))
-    rows = [
-        row for site in draws.sites for row in _rows(site, tuple(same), tuple(differ))
-    ]
-    return Report(tuple(rows), notes=_outside(program, draws))
+    sites: dict[str, _Site] = {}
+    # Taps are made, and show, in a recording only.
+    with TapRecording() as recording:
+        observed = with_equations(program, _observed(sites, where, None, ()))
+        _check_drawn(sites, (*same, *differ), where)
+        run = jax.jit(lambda *leaves: evaluate(observed, leaves))
+        jax.block_until_ready(run(*jax.tree.leaves(arguments)))
+    for record in recording.records:
+        if site := sites.get(record.name):
+            names = [axis.name for axis in record.mesh]
+            own = tuple(zip(names, record.place, strict=True))
+            site.bits.setdefault(own, set()).add(record.value.tobytes())
+    rows = [row for x in sites.values() for row in _rows(x, tuple(same), tuple(differ))]
+    return Report(tuple(rows), notes=_outside(program, sites))
 
 
 def _check_axes(same: Sequence[str], differ: Sequence[str]) -> None:
@@ -109,88 +111,67 @@ class _Site(NamedTuple):
     Attributes:
       place: Where it is, in words.
       equation: The draw.
+      axes: The axes of the mesh.
       bits: What each device draws: in a loop, in all iterations.
     """
 
     place: str
     equation: JaxprEqn
+    axes: tuple[str, ...]
     bits: dict[Place, set[bytes]]
 
 
-class _Draws:
-    """The draws of a program, and what each device draws.
+def _observed(
+    sites: dict[str, _Site], where: str, mesh: Any, around: tuple[JaxprEqn, ...]
+) -> Callable[[JaxprEqn], Sequence[JaxprEqn]]:
+    """Puts a tap behind each draw of a program.
 
-    Attributes:
-      sites: The draws inside `shard_map`.
-      axes: The axes of their meshes.
+    Args:
+      sites: Becomes the draws inside `shard_map`, by the names of their taps.
+      where: A text in their places.
+      mesh: That of the `shard_map` around the program; None outside of any.
+      around: The equations around it.
     """
 
-    def __init__(self, where: str) -> None:
-        self.sites: list[_Site] = []
-        self.axes: set[str] = set()
-        self._where = where
-        self._lock = threading.Lock()
+    def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
+        trail = *around, equation
+        if equation.primitive.name in _DRAWS:
+            if mesh is not None and where in (place := _place(trail)):
+                name = f"draw {len(sites)}"
+                sites[name] = _Site(place, equation, tuple(mesh.axis_names), {})
+                return _tapped(name, equation, mesh)
+            return [equation]
+        mapped = equation.primitive.name == "shard_map"
+        own = equation.params["mesh"] if mapped else mesh
+        inside = _observed(sites, where, own, trail)
+        return [with_inner_programs(equation, lambda x: with_equations(x, inside))]
 
-    def observed(
-        self, mesh: Any, around: tuple[JaxprEqn, ...]
-    ) -> Callable[[JaxprEqn], Sequence[JaxprEqn]]:
-        """Puts a tap behind each draw of a program.
+    return change
 
-        Args:
-          mesh: That of the `shard_map` around it; None outside of any.
-          around: The equations around it.
-        """
 
-        def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
-            trail = *around, equation
-            if equation.primitive.name in _DRAWS:
-                if mesh is not None and self._where in (place := _place(trail)):
-                    return self._tapped(place, equation, mesh)
-                return [equation]
-            mapped = equation.primitive.name == "shard_map"
-            inside = self.observed(equation.params["mesh"] if mapped else mesh, trail)
-            return [with_inner_programs(equation, lambda x: with_equations(x, inside))]
-
-        return change
-
-    def _tapped(self, place: str, equation: JaxprEqn, mesh: Any) -> list[JaxprEqn]:
-        # The bits are the last result: a generator returns its new state as well.
-        bits: Any = equation.outvars[-1]
-        axes = tuple(mesh.axis_names)
-        manual = bits.aval.sharding.mesh.manual_axes
-        if not set(axes) <= set(manual):
-            # XLA knows no coordinates of a device where it divides arrays itself.
-            rule = "must draw inside a `shard_map` over all axes of its mesh"
-            got = f"one over {', '.join(manual)} of {', '.join(axes)}"
-            raise ValueError(requirement("masks(trainer=...)", rule, got))
-        site = _Site(place, equation, {})
-        self.sites.append(site)
-        self.axes.update(axes)
-
-        def receive(_: str, __: int, arrays: Sequence[np.ndarray]) -> None:
-            bits, at = arrays
-            own = tuple(zip(axes, at.tolist(), strict=True))
-            with self._lock:
-                site.bits.setdefault(own, set()).add(bits.tobytes())
-
-        def tapped(bits: jax.Array) -> jax.Array:
-            at = jnp.stack([lax.axis_index(axis) for axis in axes])
-            return show(bits, at, name="draw", receive=receive)
-
-        # Traced in a `shard_map` of its own, which knows the axes, and taken out of it.
-        spec = PartitionSpec()
-        alone = jax.shard_map(
-            tapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
-        like = jax.ShapeDtypeStruct(bits.aval.shape, bits.aval.dtype)
-        (mapped,) = jax.make_jaxpr(alone)(like).jaxpr.eqns
-        inner = mapped.params["jaxpr"]
-        body = getattr(inner, "jaxpr", inner)
-        (given,), (shown,) = body.invars, body.outvars
-        *others, tap = body.eqns
-        assert tap.outvars == [shown]
-        drawn = equation.replace(outvars=[*equation.outvars[:-1], given])
-        return [drawn, *others, tap.replace(outvars=[bits])]
+def _tapped(name: str, equation: JaxprEqn, mesh: Any) -> list[JaxprEqn]:
+    # The bits are the last result: a generator returns its new state as well.
+    bits: Any = equation.outvars[-1]
+    manual = bits.aval.sharding.mesh.manual_axes
+    if not set(mesh.axis_names) <= set(manual):
+        # XLA knows no coordinates of a device where it divides arrays itself.
+        rule = "must draw inside a `shard_map` over all axes of its mesh"
+        got = f"one over {', '.join(manual)} of {', '.join(mesh.axis_names)}"
+        raise ValueError(requirement("masks(trainer=...)", rule, got))
+    # Traced in a `shard_map` of its own, which knows the axes, and taken out of it.
+    alone = jax.shard_map(
+        lambda bits: tap(bits, name), mesh=mesh, in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    like = jax.ShapeDtypeStruct(bits.aval.shape, bits.aval.dtype)
+    (mapped,) = jax.make_jaxpr(alone)(like).jaxpr.eqns
+    inner = mapped.params["jaxpr"]
+    body = getattr(inner, "jaxpr", inner)
+    (given,), (shown,) = body.invars, body.outvars
+    *others, last = body.eqns
+    assert last.outvars == [shown]
+    drawn = equation.replace(outvars=[*equation.outvars[:-1], given])
+    return [drawn, *others, last.replace(outvars=[bits])]
 
 
 _DRAWS = ("random_bits", "rng_bit_generator", "threefry2x32")
@@ -207,19 +188,20 @@ def _place(trail: Sequence[JaxprEqn]) -> str:
     return "/".join([*filter(None, scopes), file])
 
 
-def _check_drawn(draws: _Draws, axes: Sequence[str], where: str) -> None:
-    lost = [axis for axis in axes if axis not in draws.axes]
+def _check_drawn(sites: Mapping[str, _Site], axes: Sequence[str], where: str) -> None:
+    known = {axis for site in sites.values() for axis in site.axes}
+    lost = [axis for axis in axes if axis not in known]
     if lost:
         rule = f"must draw random numbers inside shard_map over {lost[0]!r}"
         rule += f" at {where!r}" if where else ""
-        got = f"draws over {sorted(draws.axes)}" if draws.axes else "none"
+        got = f"draws over {sorted(known)}" if known else "none"
         remedy = "A draw outside is one for the whole array, and right as it is."
         raise ValueError(requirement("masks(trainer=...)", rule, got, remedy))
 
 
-def _outside(program: Any, draws: _Draws) -> tuple[str, ...]:
+def _outside(program: Any, sites: Mapping[str, _Site]) -> tuple[str, ...]:
     every = sum(x.primitive.name in _DRAWS for x in equations_in(program))
-    other = every - len(draws.sites)
+    other = every - len(sites)
     if not other:
         return ()
     return (f"not compared: {other} draws outside of shard_map, or at other places",)
@@ -229,15 +211,14 @@ def _rows(
     site: _Site, same: tuple[str, ...], differ: tuple[str, ...]
 ) -> Iterator[LeafReport]:
     """A row for each policy."""
-    place, equation, bits = site
+    place, equation, known, bits = site
     # A draw that nothing is made of is not drawn.
     if not bits:
         return
     kind: Any = equation.outvars[-1].aval
-    known = {axis for axis, _ in next(iter(bits))}
     for axes, policy in ((same, "same"), (differ, "other")):
         # Another `shard_map` may be over other axes.
-        if not axes or not known.issuperset(axes):
+        if not axes or not set(axes).issubset(known):
             continue
         path = f"{place}: {policy} over {', '.join(axes)}"
         row = LeafReport(NAME, path, str(kind.dtype), kind.shape)
