@@ -35,8 +35,6 @@ from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, collect_all
 from jdist.rpc.extension import (
     Agent,
     IdCounter,
-    Peer,
-    QueuedMessage,
     ReliableDelivery,
     current,
     futures,
@@ -262,7 +260,7 @@ class Container:
         with self._lock:  # one for all threads: two would give out the same ids
             return vars(self).setdefault("ids", made)
 
-    def peer(self, incarnation: int) -> Peer:
+    def worker(self, incarnation: int) -> WorkerInfo:
         """Finds the worker of an incarnation.
 
         Raises:
@@ -274,7 +272,7 @@ class Container:
                 f"Could not find the worker of number {incarnation}: it was gone "
                 f"before {self.agent.info.name!r} joined."
             )
-        return peer
+        return peer.info
 
     def is_gone(self, incarnation: int | None) -> bool:
         """Whether the worker of this incarnation has left or was lost."""
@@ -459,7 +457,7 @@ class Releases:
         # A message for each end would cost as much as a call, and nothing waits: they
         # are gathered for a moment.
         for worker in self._end_here(context_id, _RELEASED):
-            self.delivery.send(worker, QueuedMessage(_RELEASE, context_id), gather=True)
+            self.delivery.send(worker, _RELEASE, context_id, gather=True)
 
     def end(
         self,
@@ -498,8 +496,7 @@ class Releases:
         """Delivers a message; the future has its answer, or None without one."""
         answer: Future[Any] = _quietly(Future)
         unreachable = functools.partial(answer.set_result, None)
-        message = QueuedMessage(kind, context_id, answer.set_result, unreachable)
-        self.delivery.send(to, message)
+        self.delivery.send(to, kind, context_id, answer.set_result, unreachable)
         return answer
 
     # --- messages of other workers ---

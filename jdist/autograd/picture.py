@@ -233,7 +233,7 @@ def _others(context: Context) -> list[tuple[WorkerInfo, list[GraphNode]]]:
         # Before their answers: two workers may name each other.
         seen |= ask
         # Sorted, because the iteration order of a set differs between runs.
-        workers = [context.container.peer(number).info for number in sorted(ask)]
+        workers = [context.container.worker(number) for number in sorted(ask)]
         # All are asked before one is waited for, so that they work in parallel.
         answers = [agent.call_async(one, _MESSAGE, context.id) for one in workers]
         ask = set()

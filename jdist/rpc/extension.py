@@ -18,27 +18,22 @@ from jdist.rpc.base.worker_info import incarnation_of
 from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
 from jdist.rpc.calls.callee import NEEDS, Reply
 from jdist.rpc.calls.function_calls import is_asynchronous, named
-from jdist.rpc.calls.outstanding_calls import Outgoing
-from jdist.rpc.calls.peers import Peer
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import unpacked
 from jdist.rpc.codec.nnx import StandIn
-from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort
 from jdist.rpc.group.roll_call import AbsentRanks, RunPlace, roll_call
 from jdist.rpc.modules.parameters import make_module
 from jdist.rpc.processes.process_settings import settings_of_each
 from jdist.rpc.processes.spawn import main_module
 from jdist.rpc.processes.supervisor import ProcessCommand, Supervisor
-from jdist.rpc.rref.reliable_delivery import QueuedMessage, ReliableDelivery
-from jdist.rpc.wire.frame import CALL
+from jdist.rpc.rref.reliable_delivery import ReliableDelivery
 
 __all__ = [  # noqa: RUF022 - by subject
     # A worker, and the one as which the calling code acts.
     "Agent",
     "current_agent",
     "current",
-    "Peer",
     "incarnation_of",
     "IdCounter",
     # The state that a package keeps for each worker, and its installer.
@@ -51,15 +46,10 @@ __all__ = [  # noqa: RUF022 - by subject
     "is_asynchronous",
     "StandIn",
     "make_module",
-    "describe",
-    "rebuild",
     # Requests of a package's own.
-    "CALL",
     "Reply",
-    "Outgoing",
     "unpacked",
     "ReliableDelivery",
-    "QueuedMessage",
     # Futures and locks.
     "futures",
     "InterruptSafeLock",

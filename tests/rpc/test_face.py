@@ -35,3 +35,4 @@ def test_other_parts_see_what_they_use():
     assert set(extension.__all__) == imported_by_other_parts("jdist.rpc.extension")
     assert all(hasattr(extension, name) for name in extension.__all__)
     assert not set(extension.__all__) & set(rpc.__all__)
+    assert len(extension.__all__) <= 30

@@ -18,7 +18,7 @@ from jdist.autograd.call_primitive.arguments import (
     abstract_of,
 )
 from jdist.autograd.call_primitive.transforms import Transform
-from jdist.rpc.extension import CALL, Agent, current, current_agent
+from jdist.rpc.extension import Agent, current, current_agent
 
 STATE = "jdist.autograd.call_primitive.caller"
 """The key under which a worker keeps its descriptions of functions on others."""
@@ -135,10 +135,9 @@ class RemoteFunctions:
         # Errors must name the user's function, not `perform`.
         described = current.Operation("remote_call", target.function)
         args = (target.function, target.structure.pack(), *details)
-        outgoing = self._agent.outgoing(
-            target.to, CALL, (what, args, {}), target.timeout, operation=described
+        return self._agent.call_function(
+            target.to, what, args, target.timeout, described
         )
-        return self._agent.exchange(outgoing)
 
 
 def caller_of(agent: Agent) -> RemoteFunctions:

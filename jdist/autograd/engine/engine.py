@@ -15,9 +15,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
+from msgspec.structs import replace
 
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree
@@ -59,13 +60,14 @@ from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, RpcError, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
     InterruptSafeLock,
-    Outgoing,
     Reply,
     current,
     futures,
     incarnation_of,
     unpacked,
 )
+
+T = TypeVar("T")
 
 STATE = "jdist.autograd.engine"
 """The key under which a worker keeps its engine."""
@@ -365,11 +367,11 @@ class LocalPass:
     # --- requests to other workers ---
 
     def _exchange(self, peer: int, gradients: Sequence[MessageGradient]) -> Any:
-        return self._agent.exchange(self._outgoing(peer, gradients))
+        return self._ask(self._agent.exchange, peer, gradients)
 
     def _send(self, peer: int, gradients: Sequence[MessageGradient]) -> None:
         """Sends a request; its answer will be a step."""
-        future = self._agent.request(self._outgoing(peer, gradients))
+        future = self._ask(self._agent.request, peer, gradients)
         futures.call_when_done(future, partial(self._conclude, peer, future.value))
 
     def _conclude(self, peer: int, exchanged: Callable[[], GradientAnswer]) -> None:
@@ -380,17 +382,17 @@ class LocalPass:
             step = partial(self._end, PassFailure(self._name_of(peer), error))
         self._put(step)
 
-    def _outgoing(self, peer: int, gradients: Sequence[MessageGradient]) -> Outgoing:
-        to, limit = self._container.peer(peer), self.deadline
+    def _ask(
+        self, way: Callable[[Any], T], peer: int, gradients: Sequence[MessageGradient]
+    ) -> T:
+        """Sends a request by a method of the agent; returns what that returns."""
+        to, limit = self._container.worker(peer), self.deadline
         body = pack_gradients(gradients, self._container.takes_numpy(peer))
-        if not limit.firm:
-            seconds = 0.0 if limit.at is None else current.DEFAULT
-            limit = current.resolve(
-                seconds, self._agent.default_timeout, current.deadline()
-            )
-        meta: dict[str, Any] = {TERMS: self.terms}
-        unpack = GradientAnswer.unpack
-        return Outgoing(to, GRADIENTS, body, meta, limit, _BACKWARD, unpack)
+        seconds = 0.0 if limit.at is None else current.DEFAULT
+        meta = {TERMS: self.terms}
+        sent = self._agent.outgoing(to, GRADIENTS, body, seconds, meta, _BACKWARD)
+        limit = limit if limit.firm else sent.deadline
+        return way(replace(sent, deadline=limit, receive=GradientAnswer.unpack))
 
     # --- steps ---
 
@@ -697,7 +699,7 @@ class Engine:
         # once.
         others = context.known_incarnations() - {self._container.ids.worker}
         for incarnation in sorted(others):
-            worker = self._container.peer(incarnation).info
+            worker = self._container.worker(incarnation)
             with contextlib.suppress(RpcError):  # shut down, here or there
                 fresh.run(self._agent.call_async, worker, END, body)
 

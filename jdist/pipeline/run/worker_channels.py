@@ -69,7 +69,7 @@ from jdist.pipeline.stages.place import (
     whole_here,
 )
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
-from jdist.rpc.extension import Agent, describe, incarnation_of, rebuild
+from jdist.rpc.extension import Agent, incarnation_of
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
@@ -172,7 +172,6 @@ class PipelineMailbox:
         self.half_done = ""
         self._pipelines: Counter[str] = Counter()
         self._agent = agent
-        self._functions = agent.codec.functions
         # Inline: it does not wait, and every action of a pipeline sends a value.
         agent.register(_VALUE, self._receive, inline=True)
         agent.register(_FAILED, self._fail)
@@ -225,7 +224,7 @@ class PipelineMailbox:
         pipeline, number, commit, described = body
         # Outside of the lock: to make an exception may run a user's constructor, and
         # inline handlers take the lock.
-        error = rebuild(described, self._functions)
+        error = self._agent.rebuild(described)
         # Comparison and failure under one lock, as the decision is: either the leader
         # has decided, or it will find the failure.
         with self.lock:
@@ -698,7 +697,7 @@ class WorkerChannels:
         failure = self._record.failure
         if failure is not None and failure.told:
             return None
-        body = (*self.address, commit, describe(error, self._name))
+        body = (*self.address, commit, self.agent.describe(error))
         # If the leader cannot be reached, the call may have succeeded: no failure is
         # sent to the others then.
         self._over = True
@@ -721,7 +720,7 @@ class WorkerChannels:
         # A failure that came from another worker was sent to all by that worker.
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:
-            body = (*self.address, _END, describe(error, self._name))
+            body = (*self.address, _END, self.agent.describe(error))
             self._ask_others(_FAILED, body)
         self._mailbox.end(self.address)
 

@@ -38,7 +38,7 @@ from jdist.rpc.calls.peers import Directory, Peer
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
-from jdist.rpc.wire.frame import REPLY, Frame
+from jdist.rpc.wire.frame import CALL, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
@@ -302,6 +302,20 @@ class Agent(CallingWorker):
         """Asks `to`; the answer will be in the future, as will the errors of `call`."""
         return self.request(self.outgoing(to, kind, body, timeout, meta))
 
+    def call_function(
+        self,
+        to: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        operation: Operation,
+    ) -> Any:
+        """Calls a function as `rpc_sync` does, past the interceptor."""
+        body = (function, args, {})
+        return self.exchange(
+            self.outgoing(to, CALL, body, timeout, operation=operation)
+        )
+
     def outgoing(
         self,
         to: Any,
@@ -313,8 +327,7 @@ class Agent(CallingWorker):
     ) -> Outgoing:
         """Prepares a request: looks up its destination and computes its deadline.
 
-        One of kind `CALL` has a function, a tuple and a dictionary for its body, and
-        does what `rpc_sync` does, past the interceptor. Errors name the operation.
+        Errors name the operation, by default the kind.
         """
         if self.closed:
             raise RpcError(current.why_none())

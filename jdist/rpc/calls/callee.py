@@ -31,7 +31,6 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.outstanding_calls import AFTER, CallingWorker, CallUnderWay
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import names_code
-from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
@@ -261,16 +260,15 @@ class Callee:
 
     def failure(self, number: int, error: BaseException) -> Frame:
         """Makes the answer for an exception."""
-        described = describe(error, self.agent.info.name)
+        agent = self.agent
         try:
-            tree, leaves = self.agent.codec.encode(described)
+            tree, leaves = agent.codec.encode(agent.describe(error))
         except BaseException as broken:  # noqa: BLE001 - an answer there must be
             plain = RemoteError(
                 f"A {type(error).__name__} was raised, which cannot be sent: "
                 f"{type(broken).__name__} when it was packed."
             )
-            described = describe(plain, self.agent.info.name)
-            tree, leaves = self.agent.codec.encode(described)
+            tree, leaves = agent.codec.encode(agent.describe(plain))
         return Frame(ERROR, number, {}, tree, leaves)
 
     @called_outside_mesh

@@ -21,11 +21,10 @@ from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.peers import Peer, PooledConnection
-from jdist.rpc.codec import Codec
+from jdist.rpc.codec import Codec, remote_exception
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree, names_code
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
@@ -309,7 +308,19 @@ class CallingWorker:
             return value if receive is None else receive(value, frame.meta)
         if frame.kind != ERROR:
             raise ProtocolError(f"A frame of kind {frame.kind!r} is not an answer.")
-        raise rebuild(value, self.codec.functions)
+        raise self.rebuild(value)
+
+    def describe(self, error: BaseException) -> dict[str, Any]:
+        """Describes an exception of this worker by plain values, to be sent."""
+        return remote_exception.describe(error, self.info.name)
+
+    def rebuild(self, description: dict[str, Any]) -> Exception:
+        """Makes the exception that another worker has described.
+
+        Raises:
+          ProtocolError: `description` is not what `describe` makes.
+        """
+        return remote_exception.rebuild(description, self.codec.functions)
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
         """Makes the error for a call whose channel closed."""

@@ -365,7 +365,7 @@ class References:
         # Together: each sending wakes a thread, and a thousand references may be
         # dropped at once.
         for (to, gather), messages in letters.items():
-            self.delivery.send(to, *messages, gather=gather)
+            self.delivery.send_all(to, messages, gather)
 
     def _settle(self, user_fork: UserFork) -> None:
         with self._lock:

@@ -122,12 +122,28 @@ class ReliableDelivery:
 
         self._agent.register(kind, read, inline=inline)
 
-    def send(self, to: int, *messages: QueuedMessage, gather: bool = False) -> None:
+    def send(
+        self,
+        to: int,
+        kind: str,
+        row: Any,
+        answered: Callable[[Any], None] | None = None,
+        unreachable: Callable[[], None] | None = None,
+        *,
+        gather: bool = False,
+    ) -> None:
+        """Delivers one message; see `QueuedMessage` and `send_all`."""
+        message = QueuedMessage(kind, row, answered, unreachable)
+        self.send_all(to, [message], gather)
+
+    def send_all(
+        self, to: int, messages: Sequence[QueuedMessage], gather: bool = False
+    ) -> None:
         """Delivers messages to one worker; returns at once, on any thread.
 
         Args:
           to: Incarnation of the receiver.
-          *messages: In no particular order.
+          messages: In no particular order.
           gather: Whether they may wait a moment for more to the same worker.
         """
         with self._lock:

@@ -228,7 +228,7 @@ def test_a_release_ends_when_the_last_owner_is_gone(monkeypatch):
             other = current.worker().info.incarnation
         monkeypatch.setattr(references.agent.pool, "run", lambda task: None)
         one = GloballyUniqueId(other, 1)
-        references.delivery.send(other, references._letter(Delete(one, one)))
+        references.delivery.send_all(other, [references._letter(Delete(one, one))])
         releasing = threading.Thread(target=references.release, args=(NEVER, 600.0))
         releasing.start()
         wait_until(lambda: references._changed._waiters)

@@ -38,8 +38,8 @@ class Notes:
 
     def send(self, to, row, **options):
         unreachable = functools.partial(self.answers.append, "unreachable")
-        message = QueuedMessage(KIND, row, self.answers.append, unreachable)
-        self.delivery.send(to.number, message, **options)
+        answered = self.answers.append
+        self.delivery.send(to.number, KIND, row, answered, unreachable, **options)
 
     def handled(self):
         return [row for _, rows in self.batches for row in rows]
@@ -82,7 +82,7 @@ def test_messages_that_are_sent_together_go_together(workers, monkeypatch):
     given = []
     monkeypatch.setattr(one.agent.pool, "run", given.append)
     messages = [QueuedMessage(KIND, row, one.answers.append) for row in range(50)]
-    one.delivery.send(other.number, *messages)
+    one.delivery.send_all(other.number, messages)
     (send,) = given
     monkeypatch.undo()
     send()
