@@ -187,7 +187,6 @@ class Agent(CallingWorker):
         self._transport = transport
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()
-        self._incoming: dict[Channel, ServedConnection] = {}
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
         for way in (self._loopback, transport):
@@ -246,13 +245,6 @@ class Agent(CallingWorker):
         """Ends calls to and from a worker that has gone."""
         name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
-        # Its calls to this worker end too: their channels are not the peer's own.
-        with self._lock:
-            channels = [
-                one for one in self._incoming if one.peer == peer.transport_name
-            ]
-        for channel in channels:
-            channel.close(reason)
         # The thread that reads a pooled connection is executing the call, and does not
         # see it close. A function cannot be stopped; what it waits for can.
         for execution in self.outstanding.served():
@@ -475,14 +467,7 @@ class Agent(CallingWorker):
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
             return
-        serving = ServedConnection(self.callee, channel, caller, self._no_longer_serves)
-        with self._lock:
-            self._incoming[channel] = serving
-        serving.read()
-
-    def _no_longer_serves(self, channel: Channel) -> None:
-        with self._lock:
-            self._incoming.pop(channel, None)
+        ServedConnection(self.callee, channel, caller).read()
 
     def _answer_in_thread_of_caller(
         self, caller: str, frame: Frame, depth: int

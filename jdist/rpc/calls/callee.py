@@ -378,21 +378,13 @@ class ServedConnection:
       callee: The callee of the worker that answers.
       channel: From a caller.
       caller: The worker at its other end.
-      on_closed: Called once, when the channel has closed.
     """
 
-    def __init__(
-        self,
-        callee: Callee,
-        channel: Channel,
-        caller: WorkerInfo,
-        on_closed: Callable[[Channel], None],
-    ) -> None:
+    def __init__(self, callee: Callee, channel: Channel, caller: WorkerInfo) -> None:
         self._agent = callee.agent
         self._callee = callee
         self._channel = channel
         self._caller = caller
-        self._on_closed = on_closed
         self._running: dict[int, Execution] = {}
         # Answers that bring references, until these have arrived.
         self._bringing: WeakValueDictionary[int, Execution] = WeakValueDictionary()
@@ -483,4 +475,3 @@ class ServedConnection:
         bringing = [each() for each in self._bringing.valuerefs()]
         for execution in [*self._running.values(), *filter(None, bringing)]:
             execution.cancel(f"{self._caller.name!r} gave up the call: {reason}")
-        self._on_closed(self._channel)

@@ -415,7 +415,7 @@ class SyncCall(CallUnderWay):
     def release(self, reason: str) -> None:
         """Closes the channel if the call still has one; idempotent."""
         if self.connection is not None:
-            self._peer.drop(self.connection, reason)
+            self.connection.channel.close(reason)  # which informs the callee
             self.connection = None
 
 

@@ -68,7 +68,6 @@ class Peer:
         self._transport = transport
         self._pool = pool
         self._idle: list[PooledConnection] = []
-        self._busy: set[PooledConnection] = set()
         self._lock = threading.Lock()
         self._opening = InterruptSafeLock()
 
@@ -83,22 +82,16 @@ class Peer:
             with self._lock:
                 if not self._idle:
                     break
-                # An interrupt may leave it with both; the one that drops it closes it.
+                # An interrupt may leave it with both; the call closes it then.
                 caller.connection = connection = self._idle[-1]
                 connection.unused = False
-                self._busy.add(connection)
                 self._idle.pop()
             if connection.channel.usable():
                 return connection
             # The peer, or a middlebox between, has closed it since.
-            self.drop(connection, "it was closed while no call used it")
+            connection.channel.close("it was closed while no call used it")
             caller.connection = None
         caller.connection = connection = PooledConnection(self._connect(deadline))
-        with self._lock:
-            # Noted or refused: `close` may have gone through the list already.
-            if self.departed is None:
-                self._busy.add(connection)
-        self._check_present(connection.channel)
         return connection
 
     def give(self, caller: ConnectionHolder) -> float | None:
@@ -111,7 +104,6 @@ class Peer:
                 self._idle.append(connection)
             # Only now: an interrupt may leave it with both, and must not with neither.
             caller.connection = None
-            self._busy.discard(connection)
             several = len(self._idle) > 1
         return connection.idle_since + _IDLE_SECONDS if several else None
 
@@ -121,12 +113,6 @@ class Peer:
         with self._lock:
             if caller.connection is not None:
                 caller.connection.channel.close(reason)
-
-    def drop(self, connection: PooledConnection, reason: str) -> None:
-        """Closes the channel of a call that was given up, which informs the callee."""
-        with self._lock:
-            self._busy.discard(connection)
-        connection.channel.close(reason)
 
     def expire(self, now: float) -> float | None:
         """Closes channels that were idle for long; returns when to look again."""
@@ -158,7 +144,6 @@ class Peer:
             if shared is None or shared.closed is not None:
                 channel = self._connect(deadline)
                 shared = self.shared = SharedConnection(channel, self._pool)
-                self._check_present(channel)
             return shared
 
         return self._opening.releasing(opened)
@@ -168,25 +153,18 @@ class Peer:
         with self._lock:
             # The first reason stays: it says how the loss was noticed.
             self.departed = self.departed or reason
-            connections = [*self._busy, *self._idle]
             self._idle.clear()
-        for connection in connections:
-            connection.channel.close(reason)
         self._transport.abandon(self.transport_name, reason)
-        shared = self.shared
-        if shared is not None:
-            shared.close(reason)
 
     def _connect(self, deadline: Deadline) -> Channel:
-        if self.departed is not None:
-            raise ChannelClosed(self.departed)
-        return self._transport.connect(self.transport_name, self._address, deadline.at)
-
-    def _check_present(self, channel: Channel) -> None:
-        """Closes a channel that was being opened while the worker departed."""
+        if departed := self.departed:
+            raise ChannelClosed(departed)
+        name, address = self.transport_name, self._address
+        channel = self._transport.connect(name, address, deadline.at)
+        # `close` may have ended all channels just before there was this one.
         if self.departed is not None:
             channel.close(self.departed)
-            raise ChannelClosed(self.departed)
+        return channel
 
 
 _COMING_SECONDS = 20.0

@@ -31,7 +31,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
 
 NAME = ":coordinator:"
-"""Name of the coordinator's transport; a worker may have the same name."""
+"""Name of the coordinator's transport; a worker may have it, but no other transport."""
 
 _ENDING = "this group is ending; try again"
 # What reading a malformed request can raise: a peer's mistake closes its channel and is

@@ -215,8 +215,10 @@ def join(request: JoinRequest, functions: FunctionTable) -> Agent:
 def transport_name(name: str, world_size: int) -> str:
     """The name that a new worker's transport proves, see `PeerRecord`."""
     # In an elastic group a name may come again: a random suffix keeps the connections
-    # of a lost worker apart from its successor's.
-    return name if world_size else f"{name[:100]}:{secrets.token_hex(8)}"
+    # of a lost worker apart from its successor's. It keeps those to a worker with the
+    # coordinator's name apart from those to the coordinator, too.
+    plain = world_size and name != NAME
+    return name if plain else f"{name[:100]}:{secrets.token_hex(8)}"
 
 
 def prepared(agent: Agent) -> Agent:

@@ -117,7 +117,10 @@ class Transport(Protocol):
         """
 
     def abandon(self, peer: str, reason: str) -> None:
-        """Ends with `reason` every attempt to connect to `peer`, now and later."""
+        """Closes with `reason` every channel to and from `peer`.
+
+        Attempts to connect to it end likewise, now and later.
+        """
 
     def serve(self, on_channel: Callable[[Channel], None]) -> None:
         """Begins to accept: `on_channel(channel)` runs on a thread of its own each."""

@@ -88,6 +88,10 @@ class InProcessTransport:
 
     def abandon(self, peer: str, reason: str) -> None:
         """See `Transport.abandon`; connecting never waits."""
+        with self._lock:
+            channels = [one for one in self._channels if one.peer == peer]
+        for channel in channels:
+            channel.close(reason)
 
     def connect_from(self, name: str) -> Channel:
         """A channel from `name`, which has no transport in this hub, to this one."""

@@ -193,12 +193,15 @@ class SocketTransport:
                 self._attempts.pop(attempt, None)
 
     def abandon(self, peer: str, reason: str) -> None:
-        """Ends every attempt to connect to `peer`; see `Transport.abandon`."""
+        """Closes every channel to and from `peer`; see `Transport.abandon`."""
         with self._lock:
             self._abandoned.setdefault(peer, reason)
             under_way = [one for one, to in self._attempts.items() if to == peer]
+            connections = [one for one in self._connections if one.peer == peer]
         for attempt in under_way:
             attempt.give_up(reason)
+        for connection in connections:
+            connection.close(reason)
 
     def _connect(
         self, address: Address, peer: str, deadline: float | None, attempt: Attempt

@@ -61,7 +61,8 @@ class Transport:
         return self.channels[-1]
 
     def abandon(self, peer, reason):
-        pass
+        for channel in self.channels:
+            channel.close(reason)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_call_that_is_given_up_while_it_waits_is_cut(peer):
     with pytest.raises(ChannelClosed, match="no use for it"):
         waiting.run(*REQUEST)
     waiting.release("it ended")
-    assert (peer._idle, peer._busy) == ([], set())
+    assert peer._idle == []
 
 
 def test_nothing_is_given_back_to_a_worker_that_is_gone(peer):
@@ -117,7 +118,7 @@ def test_nothing_is_given_back_to_a_worker_that_is_gone(peer):
     peer.take(waiting, NEVER)
     peer.close("it left")
     assert peer.give(waiting) is None
-    assert (peer._idle, peer._busy, waiting.connection) == ([], set(), None)
+    assert (peer._idle, waiting.connection) == ([], None)
     assert [channel.reason for channel in peer._transport.channels] == ["it left"]
 
 

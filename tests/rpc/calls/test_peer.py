@@ -1,5 +1,6 @@
 """Channels to one worker: given back when no call uses them, replaced when closed."""
 
+import gc
 import itertools
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.calls import peers
+from jdist.rpc.calls.callee import ServedConnection
 from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.connection import Connection
@@ -36,9 +38,16 @@ def meet():
     _together.wait(PATIENCE)
 
 
+def served():
+    """The channels that this worker serves."""
+    agent = current.worker()
+    found = [one for one in gc.get_objects() if type(one) is ServedConnection]
+    return [one for one in found if one._channel in agent._transport._connections]
+
+
 def serving():
-    """How many channels this worker serves."""
-    return len(current.worker()._incoming)
+    """How many they are."""
+    return len(served())
 
 
 def increase():
@@ -48,9 +57,9 @@ def increase():
 
 def close_incoming():
     """Closes the channels of synchronous calls, as what lies between may do."""
-    for served in list(current.worker()._incoming.values()):
-        if served._channel.peer == "worker0" and not served._running:
-            served._channel.close("closed by a test")
+    for one in served():
+        if one._channel.peer == "worker0" and not one._running:
+            one._channel.close("closed by a test")
 
 
 def call_many(to):
