@@ -65,6 +65,7 @@ class Peer:
         self.asking = False  # what it is doing, for the message of a timeout
         self.shared: SharedConnection | None = None
         self.departed: str | None = None
+        self.lost: str | None = None  # the reason, unless it left in order
         self._transport = transport
         self._pool = pool
         self._idle: list[PooledConnection] = []
@@ -261,9 +262,11 @@ class Directory:
         """Find a worker; None if it was gone before this one joined."""
         return self._by_incarnation.get(incarnation)
 
-    def is_admitted(self, peer: Peer) -> bool:
-        """Whether it is the latest admitted worker of its name."""
-        return self._by_name.get(peer.info.name) is peer
+    def lost(self) -> dict[str, str]:
+        """The lost workers without a successor, by name, each with the reason."""
+        with self._lock:
+            peers = self._by_name.items()
+            return {name: peer.lost for name, peer in peers if peer.lost is not None}
 
     def caller(self, transport_name: str, until: float | None) -> WorkerInfo | None:
         """Find the worker that proved this name, once this one belongs to the group.

@@ -74,10 +74,9 @@ class CoordinatorClient:
         self._ended: str | None = None
         self._alone: str | None = None
         self._left = False
-        self._lock = threading.Lock()
         self._collective = threading.Lock()
         self._came: dict[Any, int] = {}
-        self._lost: dict[str, str] = {}
+        self._expelled: str | None = None
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
@@ -182,9 +181,8 @@ class CoordinatorClient:
             return self._parts(frame)
         if "lost" in frame.meta:
             # If this worker was expelled, its own stop is the cause of that loss.
-            known = self._lost.get(self._agent.info.name)
-            if known is not None:
-                raise WorkerLost(self._agent.info.name, operation, known)
+            if self._expelled is not None:
+                raise WorkerLost(self._agent.info.name, operation, self._expelled)
             raise WorkerLost(frame.meta["lost"], operation, frame.meta["reason"])
         if "failed" in frame.meta:
             kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
@@ -245,9 +243,9 @@ class CoordinatorClient:
         return [peer.info for peer in peers]
 
     def lost(self) -> dict[str, str]:
-        """The lost workers, each with the reason."""
-        with self._lock:
-            return dict(self._lost)
+        """The lost workers, each with the reason; this one if the others lost it."""
+        own = {} if self._expelled is None else {self._agent.info.name: self._expelled}
+        return self._agent.directory.lost() | own
 
     def check(self, purpose: str) -> None:
         """Raises if a worker was lost; in an elastic group only for the coordinator.
@@ -318,9 +316,8 @@ class CoordinatorClient:
         A worker that was frozen and resumes gets no message about it, it only finds
         its connections closed. May wait a second for the coordinator's answer.
         """
-        known = self._lost.get(self._agent.info.name)
-        if known is not None:
-            return known
+        if self._expelled is not None:
+            return self._expelled
         held_up = self._held_up()
         if held_up is not None and self._shared.closed is None and self._is_heard():
             # All were held up together, as by a suspended machine; or this is the
@@ -329,12 +326,11 @@ class CoordinatorClient:
         return held_up if self._shared.closed is None else self._blame_itself()
 
     def _told_to_be_lost(self) -> str | None:
-        name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
-        pause = threading.Event()
+        until, pause = time.monotonic() + _ANSWER_SECONDS, threading.Event()
         if self.coordinator is not None:
-            while name not in self._lost and time.monotonic() < until:
+            while self._expelled is None and time.monotonic() < until:
                 pause.wait(_LOOK_SECONDS)
-        return self._lost.get(name)
+        return self._expelled
 
     def _held_up(self) -> str | None:
         if self._pace is None or self._ended is not None:
@@ -345,11 +341,8 @@ class CoordinatorClient:
         """The reason why the others consider this worker lost, if it was held up."""
         # Kept for good: the pace forgets the stop after a while, and later losses are
         # consequences of it, too.
-        held_up, name = self._held_up(), self._agent.info.name
-        with self._lock:
-            if held_up is not None:
-                self._lost.setdefault(name, held_up)
-            return self._lost.get(name)
+        self._expelled = self._expelled or self._held_up()
+        return self._expelled
 
     def _is_heard(self) -> bool:
         asked = self._ask("group.beat", {}, _ANSWER_SECONDS, "heartbeat")
@@ -372,10 +365,11 @@ class CoordinatorClient:
         elif frame.kind == "group.coming":
             directory.know(self._agent.peer(PeerRecord.of_row(meta["member"])))
         elif frame.kind == "group.came":
-            self._admit(directory.of_incarnation(meta["incarnation"]))
+            newcomer = directory.of_incarnation(meta["incarnation"])
+            if newcomer is not None:
+                directory.admit(newcomer)
         elif frame.kind == "group.expelled":
-            with self._lock:
-                self._lost.setdefault(self._agent.info.name, str(meta["reason"]))
+            self._expelled = self._expelled or str(meta["reason"])
         elif frame.kind in ("group.lost", "group.left"):
             peer_gone = directory.of_incarnation(meta["incarnation"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))
@@ -400,21 +394,11 @@ class CoordinatorClient:
         self._blame_itself()
         self._part(kind, head, ended or f"its control channel closed ({reason})")
 
-    def _admit(self, peer: Peer | None) -> None:
-        if peer is None:
-            return
-        with self._lock:
-            self._lost.pop(peer.info.name, None)
-            self._agent.directory.admit(peer)
-
     def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
         if peer is None or peer.departed is not None:
             return  # it was gone before this worker came, or its departure is known
-        with self._lock:
-            # One that was about to join could not be called yet, so it is no loss.
-            admitted = self._agent.directory.is_admitted(peer)
-            if admitted and kind == "group.lost":
-                self._lost[peer.info.name] = reason
+        if kind == "group.lost":
+            peer.lost = reason
         if self.elastic:
             self._agent.directory.expel(peer)
         self._agent.drop_peer(peer, reason)

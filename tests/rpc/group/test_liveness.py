@@ -162,7 +162,7 @@ def test_what_a_worker_found_out_about_itself_is_kept(monkeypatch):
         assert group.expelled() == "this worker was stopped"
         with pytest.raises(rpc.WorkerLost, match="'here' during shutdown"):
             group.check("shutdown")
-        group._lost.clear()
+        group._expelled = None
 
 
 def test_who_was_taken_for_lost_is_not_served():
