@@ -1,7 +1,9 @@
 """Ids that are unique in the whole group, made without communication."""
 
 import itertools
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from jdist._errors import value_error
 
@@ -23,8 +25,8 @@ class GloballyUniqueId(NamedTuple):
       GloballyUniqueId(created_on=3, local_id=1)
     """
 
-    created_on: int
-    local_id: int
+    created_on: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    local_id: Annotated[int, msgspec.Meta(ge=0, lt=1 << LOCAL_BITS)]
 
     def packed(self) -> int:
         """Both in one number of 64 bits, the worker on top."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from jdist.rpc.base.current import DEFAULT, Meta, Operation
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, await_done, error_of
+from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent, Invocation
 from jdist.rpc.calls.callee import Reply
@@ -17,7 +18,7 @@ from jdist.rpc.calls.function_calls import intercepted
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import own_name
 from jdist.rpc.rref.creation import failure_of
-from jdist.rpc.rref.messages import unpack_id
+from jdist.rpc.rref.messages import pack, unpack
 from jdist.rpc.rref.owner_value import OwnerValue, read
 from jdist.rpc.rref.references import Handle, References
 
@@ -46,7 +47,7 @@ def install(
     table = agent.codec.functions
 
     def value(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
-        rref = unpack_id(body)
+        rref = unpack(GloballyUniqueId, body)
         found = references.find(rref)
 
         def answer() -> Any:
@@ -63,7 +64,7 @@ def install(
         return answer() if found.done() else found.then(lambda done: answer())
 
     def kind(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
-        found = references.find(unpack_id(body))
+        found = references.find(unpack(GloballyUniqueId, body))
         return found.then(lambda done: _name(read(found, table)))
 
     agent.register(FETCH, value)
@@ -83,7 +84,7 @@ def fetch(
     """
     agent, creation, until = handle.agent, handle.creation, handle.until
     outgoing = agent.outgoing(
-        handle.owner(), FETCH, handle.rref.packed(), timeout, None, _TO_HERE
+        handle.owner(), FETCH, pack(handle.rref), timeout, None, _TO_HERE
     )
     # An interceptor sees the call, and what is asked stays the value of this reference.
     outgoing = replace(intercepted(agent, outgoing, call), body=outgoing.body)
@@ -136,7 +137,7 @@ def value_type(handle: Handle, timeout: float) -> Future[type]:
     agent, here = handle.agent, handle.owner_value
     if here is not None:
         return here.then(lambda done: type(read(here, agent.codec.functions)))
-    asked = agent.call_async(handle.owner(), TYPE, handle.rref.packed(), timeout)
+    asked = agent.call_async(handle.owner(), TYPE, pack(handle.rref), timeout)
     return asked.then(lambda done: _named(agent, done.value()))
 
 

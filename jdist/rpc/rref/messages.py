@@ -6,13 +6,17 @@ the one that got it. `ReliableDelivery` has every message below handled exactly 
 any order.
 """
 
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
-from jdist.rpc.base.errors import ProtocolError
+import msgspec
+
 from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.codec.codes import unpacked
 
 REFERENCE = "rref"
 """The code by which a reference stands in the tree of a value."""
+
+Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Ref(NamedTuple):
@@ -25,10 +29,10 @@ class Ref(NamedTuple):
       low_water_mark: All forks below it from this giver to this receiver have arrived.
     """
 
-    owner: int
+    owner: Number
     rref: GloballyUniqueId
     fork: GloballyUniqueId
-    low_water_mark: int
+    low_water_mark: Number
 
 
 class Fork(NamedTuple):
@@ -71,7 +75,7 @@ class Abort(NamedTuple):
 
     rref: GloballyUniqueId
     fork: GloballyUniqueId
-    low_water_mark: int
+    low_water_mark: Number
     reason: str
 
 
@@ -86,7 +90,7 @@ class CreationName(NamedTuple):
 
     rref: GloballyUniqueId
     fork: GloballyUniqueId
-    low_water_mark: int
+    low_water_mark: Number
 
 
 Message = Fork | Accept | Delete | Take | Abort
@@ -96,22 +100,14 @@ KINDS: dict[type, str] = {
 }
 """The kind of frame in which each message travels."""
 
-_FIELDS = {
-    kind: [*get_type_hints(kind).values()] for kind in (*KINDS, Ref, CreationName)
-}
-_MALFORMED = "A message about references has ids of 64 bits, numbers and a text."
+_MALFORMED = "A message about references has ids, numbers and a text"
 
 T = TypeVar("T", bound=NamedTuple)
 
 
-def pack(message: NamedTuple) -> tuple[Any, ...]:
-    """Encodes a message, a reference or a name as numbers, and an `Abort`'s reason."""
-    return tuple(
-        part.packed()
-        if isinstance(part, GloballyUniqueId)
-        else (pack(part) if isinstance(part, Ref) else part)
-        for part in message
-    )
+def pack(message: NamedTuple) -> Any:
+    """Encodes a message, an id, a reference or a name by plain values."""
+    return msgspec.to_builtins(message)
 
 
 def unpack(kind: type[T], row: Any) -> T:
@@ -120,29 +116,5 @@ def unpack(kind: type[T], row: Any) -> T:
     Raises:
       ProtocolError: It is not what `pack` makes of something of this kind.
     """
-    kinds = _FIELDS[kind]
-    if type(row) is not tuple or len(row) != len(kinds):
-        raise ProtocolError(_MALFORMED)
-    return kind(*map(_field, kinds, row))
-
-
-def unpack_id(number: Any) -> GloballyUniqueId:
-    """Decodes an id.
-
-    Raises:
-      ProtocolError: `number` is not an id.
-    """
-    if type(number) is not int or not 0 <= number < 1 << 64:
-        raise ProtocolError(_MALFORMED)
-    return GloballyUniqueId.unpacked(number)
-
-
-def _field(kind: Any, value: Any) -> Any:
-    if kind is GloballyUniqueId:
-        return unpack_id(value)
-    if kind is Ref:
-        return unpack(Ref, value)
-    # Exact types: `isinstance` would take True for a number.
-    if type(value) is not kind or (kind is int and value < 0):
-        raise ProtocolError(_MALFORMED)
-    return value
+    found: T = unpacked(row, kind, _MALFORMED)
+    return found

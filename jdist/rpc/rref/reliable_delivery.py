@@ -20,6 +20,7 @@ from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
+from jdist.rpc.codec.codes import unpacked
 
 Answers = Sequence[Any] | Future[Sequence[Any]]
 """One answer for each message of a batch, or a future of them."""
@@ -31,6 +32,8 @@ Handler = Callable[
 GATHERING = 0.01
 """Seconds for which a message that can wait does so, for more to the same worker."""
 
+_BODY = tuple[int, int, list[Any]]
+_MALFORMED = "A batch has a number, a low-water mark and messages"
 _LARGEST_BATCH = 1000
 _FIRST_PATIENCE = 1.0
 _LONGEST_PATIENCE = 30.0
@@ -102,7 +105,7 @@ class ReliableDelivery:
         """
 
         def read(sender: WorkerInfo, body: Any, meta: Meta) -> Any:
-            number, low_water_mark, rows = _batch_in(body)
+            number, low_water_mark, rows = unpacked(body, _BODY, _MALFORMED)
             messages = [unpack(row) for row in rows]
             with self._lock:
                 inbox = self._inboxes[incarnation_of(sender)]
@@ -294,13 +297,6 @@ class _Inbox:
         """Forgets answers below the low-water mark, which the sender has."""
         for number in [number for number in self.answers if number < low_water_mark]:
             del self.answers[number]
-
-
-def _batch_in(body: Any) -> tuple[int, int, list[Any]]:
-    """Checks the body of a request that brings a batch."""
-    if type(body) is not tuple or [type(part) for part in body] != [int, int, list]:
-        raise ProtocolError("A batch has a number, a low-water mark and messages.")
-    return body
 
 
 def _matching(answers: Any, batch: _Batch) -> Sequence[Any]:
