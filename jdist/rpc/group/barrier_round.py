@@ -39,8 +39,6 @@ class CollectiveRequest(msgspec.Struct, frozen=True):
         group.
       operation: The public function, such as "all_gather".
       tag: The caller's own tag, or "".
-      number: Counts the collectives of these workers, from 1. In an elastic group it
-        differs between those who joined sooner and later.
       timeout: The worker's timeout in seconds.
       refused: Why it has no value to give, or None.
     """
@@ -48,15 +46,11 @@ class CollectiveRequest(msgspec.Struct, frozen=True):
     names: tuple[str, ...] | None
     operation: str
     tag: str
-    number: int
     timeout: float
     refused: str | None
 
     def __str__(self) -> str:
-        if self.operation == SHUTDOWN:
-            return SHUTDOWN
-        tag = f"(tag={self.tag!r})" if self.tag else ""
-        return f"{self.operation}{tag} number {self.number}"
+        return f"{self.operation}(tag={self.tag!r})" if self.tag else self.operation
 
     @property
     def key(self) -> RoundKey:
@@ -86,18 +80,18 @@ class BarrierRound:
     Args:
       key: What the requests agree in.
       names: Names of the workers that take part.
-      numbered: Whether all must have the same number.
+      number: Counts the rounds of this key, from 1.
 
     Attributes:
       key: The argument of the same name.
       lost: Whether it failed because a worker was lost.
     """
 
-    def __init__(self, key: RoundKey, names: tuple[str, ...], numbered: bool) -> None:
+    def __init__(self, key: RoundKey, names: tuple[str, ...], number: int) -> None:
         self.key = key
         self.lost = False
         self._names = names
-        self._numbered = numbered
+        self._number = number
         self._came: dict[str, Contribution] = {}
         self._excused: set[str] = set()
         self._answer: Frame | None = None
@@ -112,6 +106,10 @@ class BarrierRound:
         """The contributions received so far."""
         return list(self._came.values())
 
+    def named(self, asked: CollectiveRequest) -> str:
+        """A collective in words, with its number among those of these workers."""
+        return str(asked) if self.key.ends else f"{asked} number {self._number}"
+
     def expects(self, name: str) -> bool:
         """Whether this worker takes part and has not come yet."""
         return name in self.missing()
@@ -122,8 +120,8 @@ class BarrierRound:
         asked = contribution.asked
         if self._answer is None and asked.refused is not None:
             self._fail(
-                f"{asked} failed on all workers, because {name!r} had no value "
-                f"to send: {asked.refused}"
+                f"{self.named(asked)} failed on all workers, because {name!r} had no "
+                f"value to send: {asked.refused}"
             )
         elif self._answer is None and self._differs(asked):
             # At the first difference, not at the timeout: the round cannot complete.
@@ -185,16 +183,16 @@ class BarrierRound:
         return answers
 
     def _differs(self, asked: CollectiveRequest) -> bool:
-        # Each worker counts the collectives that it has seen: in an elastic group those
-        # that joined later have seen fewer.
         return any(
             (one.asked.operation, one.asked.tag) != (asked.operation, asked.tag)
-            or (self._numbered and one.asked.number != asked.number)
             for one in self._came.values()
         )
 
     def _mismatch(self) -> None:
-        came = [f"{name!r} is in {one.asked}" for name, one in self._came.items()]
+        came = [
+            f"{name!r} is in {self.named(one.asked)}"
+            for name, one in self._came.items()
+        ]
         self._fail(
             f"The workers do not do the same collective: {', '.join(came)}. Every "
             "worker must call the same ones in the same order, with the same tags.",

@@ -10,6 +10,7 @@ expects it. So workers that meet several times meet in the order of their calls.
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 from jdist.rpc.base.current import Deadline, Meta
@@ -60,6 +61,7 @@ class Coordinator:
         self._options = options
         self._membership = Membership(world_size)
         self._rounds: list[BarrierRound] = []
+        self._opened: Counter[RoundKey] = Counter()  # rounds so far
         self._leaving: str | None = None
         self._ended = False
         self._lock = threading.Lock()
@@ -222,7 +224,8 @@ class Coordinator:
         names = key.names
         if names is None:
             names = tuple(sorted(one.info.name for one in self._membership.present()))
-        opened = BarrierRound(key, names, numbered=not self._membership.elastic)
+        self._opened[key] += 1
+        opened = BarrierRound(key, names, self._opened[key])
         self._rounds.append(opened)
         return opened
 
@@ -248,7 +251,7 @@ class Coordinator:
         under_way = [one for one in self._rounds if not one.decided]
         for this in sorted(under_way, key=lambda one: not one.key.ends):
             for one in this.contributions:
-                found[one.member.info.name] = str(one.asked)
+                found[one.member.info.name] = this.named(one.asked)
         return found
 
     # --- leaving, and losses ---

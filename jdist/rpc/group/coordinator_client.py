@@ -27,7 +27,6 @@ from jdist.rpc.base.future import (
 from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.peers import Peer
-from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.coordinator import Coordinator
 from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
 from jdist.rpc.group.membership import LATE
@@ -74,8 +73,6 @@ class CoordinatorClient:
         self._ended: str | None = None
         self._alone: str | None = None
         self._left = False
-        self._collective = threading.Lock()
-        self._came: dict[Any, int] = {}
         self._expelled: str | None = None
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
@@ -226,14 +223,7 @@ class CoordinatorClient:
             "timeout": 0.0 if left is None else max(left, _INSTANT),
             "refused": refused,
         }
-        key = (None if names is None else tuple(names), operation == SHUTDOWN)
-        with self._collective:  # requests leave in the order of their numbers
-            self._came[key] = meta["number"] = self._came.get(key, 0) + 1
-            try:
-                return self._ask_until(limit, "group.gather", meta, body, operation)
-            except ValueError:
-                self._came[key] -= 1  # nothing was sent
-                raise
+        return self._ask_until(limit, "group.gather", meta, body, operation)
 
     def workers(self) -> list[WorkerInfo]:
         """All workers by rank, without departed ones in an elastic group."""

@@ -319,7 +319,6 @@ GATHER = {
     "names": ["worker0", "worker1"],
     "operation": "x",
     "tag": "",
-    "number": 1,
     "timeout": 1.0,
     "refused": None,
 }

@@ -21,7 +21,6 @@ GATHER = {
     "names": ["mad", "worker0"],
     "operation": "x",
     "tag": "",
-    "number": 1,
     "timeout": 1.0,
     "refused": None,
 }
