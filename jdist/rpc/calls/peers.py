@@ -168,16 +168,12 @@ class Peer:
         return channel
 
 
-_COMING_SECONDS = 20.0
-"""The longest time between knowing of a newcomer and its admission."""
-
-
 class Directory:
     """The workers that one worker knows, itself included.
 
-    A worker that is *known* may call. Only one that is *admitted* can be called: all
-    others know it then, so that it may be spoken of with any of them. A lookup of one
-    that is known and not yet admitted here waits.
+    One that is about to join is known already, and may be called: it serves no call
+    before it has joined. All others know it then, so that it may be spoken of with any
+    of them.
 
     Args:
       info: The worker itself, for messages.
@@ -186,8 +182,6 @@ class Directory:
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._coming: list[Peer] = []
         self._complete = threading.Event()
         self._by_name: dict[str, Peer] = {}
         self._by_rank: dict[int, Peer] = {}
@@ -198,38 +192,29 @@ class Directory:
         """Enter the first members, which completes this worker's join."""
         for peer in peers:
             self.know(peer)
-            self.admit(peer)
         self._complete.set()
 
     def know(self, peer: Peer) -> None:
-        """Enter a worker that is about to join; its calls are then served."""
+        """Enter a worker, in place of an earlier one of its name or rank."""
         with self._lock:
             self._by_incarnation[peer.info.incarnation] = peer
             self._by_transport[peer.transport_name] = peer
-            self._coming.append(peer)
-
-    def admit(self, peer: Peer) -> None:
-        """Let a known worker be called, in place of an earlier one of its name."""
-        with self._lock:
             self._by_name[peer.info.name] = peer
             self._by_rank[peer.info.id] = peer
-            self._arrive(peer)
 
     def expel(self, peer: Peer) -> None:
         """Stop serving a departed worker, whose name may be given again."""
         with self._lock:
             self._by_transport.pop(peer.transport_name, None)
-            self._arrive(peer)
 
     def peers(self) -> list[Peer]:
-        """The latest admitted worker of each rank, in order."""
+        """The latest worker of each rank, in order."""
         with self._lock:
             return [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
     def present(self) -> list[Peer]:
         """The known workers that are not gone: all that can have connections."""
-        # Not only the admitted ones: one that is about to join can be called back, and
-        # one whose name has a successor was called by its WorkerInfo.
+        # By incarnation: one whose name has a successor was called by its WorkerInfo.
         with self._lock:
             known = list(self._by_incarnation.values())
         return [peer for peer in known if peer.departed is None]
@@ -245,9 +230,6 @@ class Directory:
           ValueError: `to` is of another type.
         """
         peer = self._by_name.get(to) if type(to) is str else self._look_up(to)
-        if self._coming and (peer is None or peer.departed is not None):
-            self._await(to)
-            peer = self._look_up(to)
         if peer is None:
             known = ", ".join(
                 f"{one.info.name} ({one.info.id})" for one in self.peers()
@@ -293,18 +275,3 @@ class Directory:
         rule = "must be a name, a rank or a WorkerInfo"
         rule += " (Cannot get WorkerInfo from name)"
         raise value_error("rpc(to=...)", rule, to)
-
-    def _await(self, to: Any) -> None:
-        """Waits while a worker that `to` may refer to is about to be admitted."""
-        name = to.name if type(to) is WorkerInfo else to
-
-        def came() -> bool:
-            return not any(name in (one.info.name, one.info.id) for one in self._coming)
-
-        with self._lock:
-            self._changed.wait_for(came, _COMING_SECONDS)
-
-    def _arrive(self, peer: Peer) -> None:
-        if peer in self._coming:
-            self._coming.remove(peer)
-            self._changed.notify_all()

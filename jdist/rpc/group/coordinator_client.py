@@ -354,10 +354,6 @@ class CoordinatorClient:
             self._strangers.put(str(meta["text"]))
         elif frame.kind == "group.coming":
             directory.know(self._agent.peer(PeerRecord.of_row(meta["member"])))
-        elif frame.kind == "group.came":
-            newcomer = directory.of_incarnation(meta["incarnation"])
-            if newcomer is not None:
-                directory.admit(newcomer)
         elif frame.kind == "group.expelled":
             self._expelled = self._expelled or str(meta["reason"])
         elif frame.kind in ("group.lost", "group.left"):
@@ -379,7 +375,6 @@ class CoordinatorClient:
         if self.elastic:
             self._alone = reason
         kind = "group.lost" if ended is None else "group.left"
-        # Not by name, which would wait for a successor of that name to be admitted.
         head = self._agent.directory.of_incarnation(self._head_incarnation)
         self._blame_itself()
         self._part(kind, head, ended or f"its control channel closed ({reason})")

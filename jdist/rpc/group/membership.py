@@ -147,7 +147,8 @@ class Membership:
         coordinator -> all members   coming    serve this one from now on
         all members -> coordinator   confirm
         coordinator -> newcomer      the answer to its request, with all members
-        coordinator -> all members   came      you may call it, and speak of it
+
+    A member may call a newcomer earlier, which serves no call before it has its answer.
 
     Newcomers are admitted one after the other. A worker that leaves, or is lost, is no
     longer waited for.
@@ -405,7 +406,6 @@ class Membership:
     def _enter(self, entering: list[Member]) -> Answers:
         if self._entering is not entering:
             return []  # one of them is gone, or the group has failed
-        others = self.present()
         self._entering, self._forming = [], False
         self._members |= {one.info.name: one for one in entering}
         meta = {"members": [_record_of(one) for one in self.present()]}
@@ -413,9 +413,6 @@ class Membership:
             (one, Frame(REPLY, one.request, meta, None, []))
             for one in sorted(entering, key=lambda member: member.info.id)
         ]
-        for one in entering:
-            came = {"incarnation": one.info.incarnation}
-            answers += [(to, Frame("group.came", 0, came, None, [])) for to in others]
         return answers + self._admit()
 
     def _free_incarnation(self, rank: int) -> int | None:

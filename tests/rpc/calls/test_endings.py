@@ -173,8 +173,7 @@ def test_deadlines_are_kept_with_every_worker_that_is_not_gone():
 
         known("coming", 1, 501)
         known("again", 2, 502)
-        agent.directory.admit(agent.directory.of_incarnation(502))
-        agent.directory.admit(known("again", 2, 503))
+        known("again", 2, 503)
         known("gone", 3, 504).close("it left")
         agent._expire(time.monotonic())
         assert looked == [501, 502, 503]
