@@ -128,22 +128,14 @@ class _OneSidedCalls:
 
     def look(self, deadline: Deadline) -> None:
         """Asks the other workers which of these calls they know."""
-        left = deadline.remaining()
-        patience = _ANSWER_SECONDS if left is None else min(_ANSWER_SECONDS, left)
-        patience = max(patience, 1e-3)  # 0 would mean no limit
         sent, served = _endless(self._agent)
-        asked = {}
-        for name in {entry.peer for entry in (*sent, *served)}:
-            try:
-                asked[name] = self._agent.call_async(
-                    name, _KIND, None, timeout=patience
-                )
-            except RpcError:
-                continue  # it is gone, which ends its calls
         before, self._ends = self._ends, {}
-        for name, answer in asked.items():
+        for name in {entry.peer for entry in (*sent, *served)}:
+            left = deadline.remaining()
+            patience = _ANSWER_SECONDS if left is None else min(_ANSWER_SECONDS, left)
             try:
-                awaits, serves = answer.wait()
+                # 0 would mean no limit.
+                awaits, serves = self._agent.call(name, _KIND, None, patience or 1e-3)
             except RpcError:
                 continue  # it may be busy, frozen or gone: ask again
             alone = [one for one in sent if one.peer == name and not serves]

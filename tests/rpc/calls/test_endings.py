@@ -184,13 +184,13 @@ def test_deadlines_are_kept_with_every_worker_that_is_not_gone():
 def test_the_look_for_one_sided_calls_keeps_the_deadline():
     asked = []
 
-    def call_async(name, kind, body, timeout):
+    def call(name, kind, body, timeout):
         asked.append(timeout)
         raise rpc.RpcError("it is gone")
 
     served = SimpleNamespace(peer="worker1", deadline=NEVER, has_answer=False)
     outstanding = SimpleNamespace(sent=lambda: [served], served=list)
-    agent = SimpleNamespace(outstanding=outstanding, call_async=call_async)
+    agent = SimpleNamespace(outstanding=outstanding, call=call)
     calls = termination._OneSidedCalls(agent)
     for deadline in (
         NEVER,
