@@ -184,22 +184,26 @@ def replica(
     """A replica in a process of its own.
 
     Returns:
-      The shares that it read, and the seconds that it took to fetch another's state.
+      The shares that it read, and the seconds that it took to fetch the state.
     """
-    make, took = Follower.__init__, [0.0]
+    make, follow = Follower.__init__, Follower.follow
+    began, took = time.monotonic(), 0.0
 
-    def make_timed(self: Follower, work: Any, fetch: Callable[[int], Any]) -> None:
-        def timed_fetch(replica: int) -> Any:
-            began = time.monotonic()
-            try:
-                return fetch(replica)
-            finally:
-                took[0] = time.monotonic() - began
+    def make_timed(self: Follower, *arguments: Any) -> None:
+        nonlocal began
+        began = time.monotonic()
+        make(self, *arguments)
 
-        make(self, work, timed_fetch)
+    def follow_timed(self: Follower, directive: Any, *rest: Any) -> Any:
+        nonlocal took
+        if directive.fetch:
+            took = time.monotonic() - began
+        return follow(self, directive, *rest)
 
-    # Patched, because a run does not report how long the transfer of a state took.
+    # Patched, because a run does not report how long the transfer of a state took. It
+    # asks for it when it has made its follower.
     Follower.__init__ = make_timed  # type: ignore[method-assign]
+    Follower.follow = follow_timed  # type: ignore[method-assign]
     rpc.init_rpc(
         f"worker{place.number}",
         rank=place.rank,
@@ -214,4 +218,4 @@ def replica(
     # An epoch has one batch.
     run.run(model.weights(), (data, y), epochs=epochs)
     rpc.shutdown()
-    return data.read, took[0]
+    return data.read, took

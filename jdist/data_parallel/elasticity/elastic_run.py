@@ -50,8 +50,8 @@ class Elastic:
 
         dL/dW = sum_i (B_i / B) dL_i/dW              for any shards i
 
-    A newcomer fetches the state from a live replica while the others continue. If all
-    but rank 0 die, rank 0 continues alone. If rank 0 dies, whose process has the
+    A newcomer is sent the state of rank 0 while the others continue. If all but rank 0
+    die, rank 0 continues alone. If rank 0 dies, whose process has the
     group's coordinator, the run ends; started again, it continues from the last
     checkpoint.
 
@@ -65,11 +65,11 @@ class Elastic:
         into as many slots, each computed alone, and sums them along a fixed tree: on
         devices of one kind the parameters are then bit-equal for every history.
       folder: Folder of checkpoints, which all replicas read and write; None for none.
-      save_every: Steps between checkpoints, which one of the replicas writes; needs a
-        folder. No replica returns before the one of the last step is complete.
-      timeout: Seconds in which a replica must compute its share or send its state. A
-        slower one is expelled while another has the state, and readmitted with its next
-        report. A timeout shorter than compilation costs repeated work.
+      save_every: Steps between checkpoints, which rank 0 writes; needs a folder. No
+        replica returns before the one of the last step is complete.
+      timeout: Seconds in which a replica must compute its share. A slower one is
+        expelled, and readmitted with its next report. A timeout shorter than
+        compilation costs repeated work.
 
     Raises:
       ValueError: An argument is out of its range; `save_every` without a folder.
@@ -173,15 +173,15 @@ class Elastic:
         Returns:
           The state after the last step, the same on every replica; and the loss of each
           step that this replica has applied. A newcomer lacks those before it came;
-          rank 0 has all, unless it was expelled or the run continued from a checkpoint.
+          rank 0 has all, unless the run continued from a checkpoint.
 
         Raises:
           TypeError: An argument is of another type.
           ValueError: An argument is wrong or differs from rank 0's; the run of that
             name has begun before, on this worker or rank 0.
-          RpcError: This thread is no worker; the run was over before this worker had a
-            state; rank 0 has left the run, or did not begin it in time; too few
-            replicas came in time; the sums of a step could not be added up.
+          RpcError: This thread is no worker; the run is over on rank 0; rank 0 has left
+            the run, or did not begin it in time; too few replicas came in time; the
+            sums of a step could not be added up.
           WorkerLost: Rank 0 was lost. With a folder, another replica has then written
             a checkpoint of its last step.
         """
@@ -208,7 +208,6 @@ class Elastic:
             self._timeout,
             min_replicas=int(min_replicas),
             join_timeout=float(join_timeout),
-            save_every=self._save_every,
         )
 
         def work(device: jax.Device | None) -> ReplicaWork:
@@ -220,7 +219,7 @@ class Elastic:
             return ReplicaWork(self._programs, batches, first, device, self._folder)
 
         agreed = self._agreed(params, batches, int(epochs))
-        state, losses = follow_leader(name, terms, agreed, work)
+        state, losses = follow_leader(name, terms, agreed, work, self._save_every)
         return state, {step: float(loss) for step, loss in sorted(losses.items())}
 
     def _agreed(self, params: PyTree, batches: Batches, epochs: int) -> dict[str, str]:

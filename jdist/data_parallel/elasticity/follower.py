@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from jdist.data_parallel.elasticity.leader import Directive, Part, ReplicaReport
@@ -15,7 +15,9 @@ class Follower:
 
     Args:
       work: Its computation.
-      fetch: The state of another replica; None if that did not send it.
+      steps: Number of steps of the run.
+      save_every: Steps between the checkpoints that it writes, beside that of the last
+        step; None: it writes none.
 
     Attributes:
       snapshot: Its state.
@@ -23,86 +25,68 @@ class Follower:
       over: Whether the run is over.
     """
 
-    def __init__(
-        self, work: ReplicaWork, fetch: Callable[[int], Snapshot | None]
-    ) -> None:
+    def __init__(self, work: ReplicaWork, steps: int, save_every: int | None) -> None:
         # Always replaced as a whole, since another thread may be sending it.
-        self.snapshot = Snapshot(0, None, None)
+        self.snapshot = Snapshot(None, None)
         self.heir = False
         self.over = False
-        self._work, self._fetch = work, fetch
-        self._saving: tuple[int, Future[None]] | None = None
+        self._work, self._steps, self._save_every = work, steps, save_every
+        self._save_due = False
+        self._saving: Future[None] | None = None
 
     def follow(
-        self, directive: Directive, totals: Mapping[int, Partial]
+        self,
+        directive: Directive,
+        totals: Mapping[int, Partial],
+        fetched: Snapshot | None = None,
     ) -> tuple[ReplicaReport, Sequence[Partial]]:
         """Carries out a directive.
 
         Args:
           directive: The leader's answer to the last report.
           totals: The sums of the steps to apply.
+          fetched: The state of rank 0, if it is to be taken.
 
         Returns:
           The next report, and the sums of its parts.
         """
-        unreachable = None
-        if directive.late or directive.generation != self.snapshot.generation:
-            # A state from before a restart, or an earlier one, must not be a result.
-            self.snapshot = Snapshot(directive.generation, None, None)
-        if directive.restore:
-            self.snapshot = Snapshot(directive.generation, *self._work.restore())
-        elif directive.fetch is not None:
-            fetched = self._fetch(directive.fetch)
-            # A state from before a restart is of no use.
-            if fetched is None or fetched.generation != directive.generation:
-                unreachable = directive.fetch
-            else:
-                self.snapshot = fetched
-        self._apply(directive.apply, totals)
-        generation, held, state = self.snapshot
+        if fetched is not None:
+            self.snapshot = fetched
+        for step in directive.apply:
+            self._apply(step, totals[step])
+        held, state = self.snapshot
         found: list[tuple[Part, Partial]] = []
-        if state is not None and held is not None:
-            # Before the computation: the checkpoint is written while that runs.
-            if directive.save:
-                # One checkpoint at a time: `_saving` has room for one.
-                self._finish_saving()
-                self._saving = (held, self._work.save(held, state))
-            if directive.step is not None:
-                for part in directive.parts:
-                    found += self._work.compute(state, directive.step, part)
-        self.heir = directive.heir
-        if directive.end:
-            # A failed write raises here, while `close` would only wait.
-            self._finish_saving()
-            self.over = True
-        report = ReplicaReport(
-            generation,
-            held,
-            directive.step,
-            tuple(part for part, _ in found),
-            self._finish_saving() if directive.wait else self._saved(),
-            unreachable,
-        )
+        if state is not None and directive.step is not None:
+            for part in directive.parts:
+                found += self._work.compute(state, directive.step, part)
+        self.heir, self.over = directive.heir, directive.end
+        parts = tuple(part for part, _ in found)
+        report = ReplicaReport(held, directive.step, parts)
         return report, [total for _, total in found]
 
-    def _apply(self, steps: Sequence[int], totals: Mapping[int, Partial]) -> None:
-        for step in steps:
-            state = self.snapshot.state
-            assert self.snapshot.held == step
-            assert state is not None
-            after = self._work.apply(state, step, totals[step])
-            self.snapshot = Snapshot(self.snapshot.generation, step + 1, after)
+    def _apply(self, step: int, total: Partial) -> None:
+        held, state = self.snapshot
+        assert held == step
+        assert state is not None
+        self.snapshot = Snapshot(step + 1, self._work.apply(state, step, total))
+        if self._save_every is not None:
+            self._save(self._save_every)
 
-    def _saved(self) -> int | None:
-        """The step of a checkpoint completed since the last report, or None."""
-        # Does not wait: a report delayed by the disk could miss its deadline.
-        if self._saving is None or not self._saving[1].done():
-            return None
-        return self._finish_saving()
-
-    def _finish_saving(self) -> int | None:
-        if self._saving is None:
-            return None
-        (step, written), self._saving = self._saving, None
-        written.result()
-        return step
+    def _save(self, every: int) -> None:
+        """Begins to write a checkpoint if one is due, and completes that of the end."""
+        held, state = self.snapshot
+        assert held is not None
+        assert state is not None
+        is_last = held == self._steps
+        self._save_due |= is_last or held % every == 0
+        # One at a time. The steps go on while it is written, so a later one may be
+        # saved in place of that for which there was no time.
+        if self._saving is not None and (is_last or self._saving.done()):
+            self._saving.result()
+            self._saving = None
+        if self._save_due and self._saving is None:
+            self._save_due = False
+            self._saving = self._work.save(held, state)
+        if is_last and self._saving is not None:
+            # A failed write raises here, while `close` would only wait.
+            self._saving.result()

@@ -1,8 +1,7 @@
 """The messages of an elastic run between the workers of an rpc group.
 
-    REPORT  from a replica to rank 0: its report and sums; the answer, when the leader
-            has one, is a directive and totals, or None before rank 0 has begun the run
-    STATE   from a replica to another one: a request for the state that it holds
+A replica sends rank 0 its report and sums. The answer, when the leader has one, is a
+directive, totals, and a newcomer's state; or None before rank 0 has begun the run.
 
 The leader's state machine runs in the process of rank 0, whose worker is a replica too.
 A replica's number is the incarnation of its worker, which is never reused.
@@ -15,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,15 +49,19 @@ from jdist.rpc.extension import (
     unpacked,
 )
 
-_REPORT, _STATE = "elastic.report", "elastic.state"
+_REPORT = "elastic.report"
 _PACKAGE = "jdist.data_parallel.elasticity"
 _META = {NEEDS: f"{_PACKAGE}.replica_group:install"}
 
 # Seconds after which a replica asks again whether rank 0 has begun.
 _PAUSE = 0.05
 
-Answer = tuple[tuple[Any, ...], dict[int, list[jax.Array]]]
-"""A directive's fields; and the leaves of the totals that it applies, by step."""
+State = tuple[int | None, list[jax.Array]]
+"""The number of steps of a state, and its leaves."""
+
+Answer = tuple[tuple[Any, ...], dict[int, list[jax.Array]], State | None]
+"""A directive's fields; the leaves of the totals that it applies, by step; and the
+state that it has to take."""
 
 
 class Message(NamedTuple):
@@ -90,10 +93,18 @@ class LeaderService:
       terms: Parameters of the run.
       agreed: Settings on which all replicas must agree.
       work: Computes totals.
+      follower: The replica of rank 0, whose state newcomers are sent.
+      departed: The replicas whose workers have left the group, noted before `gone`.
     """
 
     def __init__(
-        self, agent: Agent, terms: RunTerms, agreed: dict[str, str], work: ReplicaWork
+        self,
+        agent: Agent,
+        terms: RunTerms,
+        agreed: dict[str, str],
+        work: ReplicaWork,
+        follower: Follower,
+        departed: Set[int],
     ) -> None:
         self._timer, self._pool = agent.timer, agent.pool
         self._own = incarnation_of(agent.info)
@@ -101,14 +112,14 @@ class LeaderService:
         self._terms = terms
         self._agreed = agreed
         self._work = work
+        self._follower, self._departed = follower, departed
         self._structure = work.sum_structure
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
-        # Of reports that are still to be handled, and of those that have been.
-        self._expected: dict[int, Future[Answer]] = {}
+        # Of reports that the leader has not answered yet.
         self._answers: dict[int, Future[Answer]] = {}
-        # By generation, step and part, since the last commit.
-        self._sums: dict[tuple[int, int | None, Part], Partial] = {}
+        # By step and part, since the last commit.
+        self._sums: dict[tuple[int | None, Part], Partial] = {}
         self._totals: dict[int, list[jax.Array]] = {}
         self._failed: str | None = None
         # Weakly: an announced moment is not taken back, and would keep the state and
@@ -123,46 +134,37 @@ class LeaderService:
 
         self._alarm = agent.timer.alarm(due)
 
-    def expect(self, replica: int, terms: dict[str, str]) -> Future[Answer]:
-        """The answer to a report, for `report` to handle; does not wait for the lock.
+    def report(self, replica: int, message: Message) -> Future[Answer]:
+        """Handles a report; the answer comes when the leader has a directive.
 
         Raises:
           ValueError: The replica has other settings than rank 0.
         """
-        if difference := first_difference(self._agreed, terms):
+        if difference := first_difference(self._agreed, message.terms):
             name, here, there = difference
             rule = f"must have the same {name} on all workers, {here} as on rank 0"
             raise value_error("Elastic.run(...)", rule, there)
-        answer = self._expected[replica] = Future[Answer]()
-        return answer
-
-    def report(
-        self,
-        replica: int,
-        report: ReplicaReport,
-        sums: Sequence[list[jax.Array]],
-        answer: Future[Answer],
-    ) -> None:
-        """Handles a report; completes `answer` when the leader has a directive."""
+        report, answer = message.report, Future[Answer]()
+        assert report is not None
 
         def reported(now: float) -> list[Effect]:
             # If it has departed since, this would give it its seat back.
-            if self._expected.get(replica) is not answer:
+            if replica in self._departed:
                 return []
-            self._answers[replica] = self._expected.pop(replica)
-            for part, leaves in zip(report.parts, sums, strict=True):
+            self._answers[replica] = answer
+            for part, leaves in zip(report.parts, message.sums, strict=True):
                 # Two replicas may have computed it: the first result was counted.
-                key = report.generation, report.step, part
-                self._sums.setdefault(key, self._structure.unflatten(leaves))
+                total = self._structure.unflatten(leaves)
+                self._sums.setdefault((report.step, part), total)
             return self._leader.report(replica, report, now)
 
         self._react(reported)
+        return answer
 
     def gone(self, replica: int) -> None:
         """Handles the loss or departure of a replica."""
 
         def left(now: float) -> list[Effect]:
-            self._expected.pop(replica, None)
             self._answers.pop(replica, None)
             return self._leader.gone(replica, now)
 
@@ -199,7 +201,10 @@ class LeaderService:
                 failed = str(error)
             except Exception as error:  # noqa: BLE001 - all replicas have to know
                 failed = f"Rank 0 could not add up a step's gradient: {error!r}"
-        self._send(orders)
+        # In another thread: before a report's answer is returned it would be sent after
+        # those of the other replicas.
+        if orders:
+            self._pool.run(partial(self._send, orders))
         if failed is not None:
             self.fail(failed)
 
@@ -209,7 +214,12 @@ class LeaderService:
         Args:
           orders: The answers; that of rank 0's own replica is the last.
         """
-        left, pool = deque(orders), self._pool
+        pool = self._pool
+        # A state takes longer than all else, and no step waits for its replica.
+        for answer, value in orders:
+            if value[2] is not None:
+                pool.run(partial(answer.set_result, value))
+        left = deque(each for each in orders if each[1][2] is None)
 
         def rest() -> Iterator[tuple[Future[Answer], Answer]]:
             with contextlib.suppress(IndexError):  # the last one is taken
@@ -220,7 +230,7 @@ class LeaderService:
             for answer, value in rest():
                 pool.run(partial(answer.set_result, value))
 
-        if len(orders) > 1:
+        if len(left) > 1:
             # A peer that has stopped reading must not hold up the others for long.
             self._timer.later(self._terms.timeout / 4, hand_over)
         for answer, value in rest():
@@ -240,15 +250,15 @@ class LeaderService:
         for effect in effects:
             match effect:
                 case Commit(step, parts, oldest):
-                    key = self._leader.generation, step
-                    sums = {part: self._sums[*key, part] for part in parts}
+                    sums = {part: self._sums[step, part] for part in parts}
                     self._totals[step] = jax.tree.leaves(self._work.total(sums))
                     self._sums.clear()
                     for old in [each for each in self._totals if each < oldest]:
                         del self._totals[old]
                 case Order(replica, directive):
                     totals = {step: self._totals[step] for step in directive.apply}
-                    orders[replica] = tuple(directive), totals
+                    state = self._state() if directive.fetch else None
+                    orders[replica] = tuple(directive), totals, state
                 case Abandon(ready):
                     raise RpcError(self._too_few(ready))
         self._alarm.set(self._leader.next_deadline())
@@ -261,43 +271,38 @@ class LeaderService:
         known.sort(key=lambda each: each == self._own)
         return [(self._answers.pop(each), orders[each]) for each in known]
 
+    def _state(self) -> State:
+        held, state = self._follower.snapshot
+        return held, jax.tree.leaves(state)
+
 
 def _unpacked(body: Any) -> Message:
     """Checks the types of a message, and unpacks it."""
     rule = "A report of an elastic run has a name, terms, numbers and sums"
     message: Message = unpacked(body, Message, rule)
-    whole, parts = True, tuple[Part, ...]()
-    if message.report is not None:
-        # Not fewer fields, which would have their defaults.
-        whole = len(body[2]) == len(ReplicaReport._fields)
-        parts = message.report.parts
-    if not whole or len(parts) != len(message.sums):
+    parts = () if message.report is None else message.report.parts
+    if len(parts) != len(message.sums):
         raise ProtocolError(f"{rule}, as many of these as parts.")
     return message
 
 
 class ElasticRuns:
-    """The elastic runs of one worker: those that it leads or follows."""
+    """The elastic runs of one worker: those that it leads or takes part in."""
 
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()
         self._leaders: dict[str, LeaderService | None] = {}  # None once it is over.
-        self._followers: dict[str, Follower] = {}
-        self._gone: set[int] = set()
-        self._pool = agent.pool
+        self._names: set[str] = set()  # Of those that it takes part in.
+        self.departed: set[int] = set()
         agent.register(_REPORT, self._on_report)
-        agent.register(_STATE, self._on_state)
         agent.extension_state.on_gone(self._on_gone)
 
     @contextlib.contextmanager
-    def taking_part(
-        self, name: str, follower: Follower, leader: LeaderService | None
-    ) -> Iterator[None]:
-        """Serves the state of a replica, and leads the run, while its block runs.
+    def taking_part(self, name: str, leader: LeaderService | None) -> Iterator[None]:
+        """Leads the run, or only holds its name, while the block runs.
 
         Args:
           name: Name of the run.
-          follower: The replica.
           leader: None on workers other than rank 0's.
 
         Raises:
@@ -305,7 +310,7 @@ class ElasticRuns:
         """
         argument = "Elastic.run(name=...)"
         with self._lock:
-            if name in self._followers:
+            if name in self._names:
                 rule = "must not be that of a run that this worker is in"
                 raise value_error(argument, rule, name)
             if leader is not None:
@@ -313,7 +318,7 @@ class ElasticRuns:
                     rule = "must be new in the group: the run of that name has begun"
                     raise value_error(argument, rule, name)
                 self._leaders[name] = leader
-            self._followers[name] = follower
+            self._names.add(name)
         ending = "it is over"
         try:
             yield
@@ -321,7 +326,7 @@ class ElasticRuns:
             ending = f"rank 0 has left it: {error!r}"
             raise
         finally:
-            del self._followers[name]
+            self._names.remove(name)
             if leader is not None:
                 # None stays under the name, so that late reports learn that the run is
                 # over.
@@ -332,44 +337,28 @@ class ElasticRuns:
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
     ) -> Future[Answer] | None:
         message, replica = _unpacked(body), incarnation_of(caller)
-        run, report = message.run, message.report
+        run = message.run
         with self._lock:
-            if replica in self._gone:
-                raise RpcError(f"{caller.name!r} was given up by the group.")
             if run not in self._leaders:
                 return None
             leader = self._leaders[run]
-            if leader is None:
-                raise RpcError(
-                    f"The elastic run {run!r} is over on rank 0; its last checkpoint, "
-                    "if it writes any, has the state."
-                )
-            if report is not None:
-                # Here, where no loss of the replica is noted at the same time.
-                answer = leader.expect(replica, message.terms)
-        if report is None:
+        if leader is None:
+            raise RpcError(
+                f"The elastic run {run!r} is over on rank 0; its last checkpoint, "
+                "if it writes any, has the state."
+            )
+        if message.report is None:
             leader.gone(replica)
             return None
-        # In another thread: completed before it is returned, the answer would be sent
-        # after those of the other replicas.
-        self._pool.run(partial(leader.report, replica, report, message.sums, answer))
+        answer = leader.report(replica, message)
+        if replica in self.departed:
+            raise RpcError(f"{caller.name!r} was given up by the group.")
         return answer
-
-    def _on_state(
-        self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
-    ) -> tuple[int, int | None, list[jax.Array]]:
-        follower = self._followers.get(body)
-        if follower is None:
-            raise RpcError(f"This worker is not in the elastic run {body!r}.")
-        generation, held, state = follower.snapshot
-        if state is None:
-            raise RpcError(f"This worker has no state of the elastic run {body!r}.")
-        return generation, held, jax.tree.leaves(state)
 
     def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
         replica = incarnation_of(worker)
         with self._lock:
-            self._gone.add(replica)
+            self.departed.add(replica)
             leaders = [each for each in self._leaders.values() if each is not None]
         for leader in leaders:
             leader.gone(replica)
@@ -388,6 +377,7 @@ def follow_leader(
     terms: RunTerms,
     agreed: dict[str, str],
     make_work: Callable[[jax.Device | None], ReplicaWork],
+    save_every: int | None,
 ) -> tuple[TrainState, dict[int, jax.Array]]:
     """Takes part in a run as the current worker, until it is over.
 
@@ -396,6 +386,7 @@ def follow_leader(
       terms: Parameters of the run.
       agreed: Settings on which all replicas must agree.
       make_work: Creates the computation of this replica on its device.
+      save_every: Steps between checkpoints; None for none.
 
     Returns:
       The state after the last step, and the losses of the steps applied here.
@@ -404,32 +395,19 @@ def follow_leader(
     enter_batch_class()  # Messages arrive while it computes.
     runs: ElasticRuns = agent.extension_state[_PACKAGE]
     work = make_work(agent.device)
-
-    def fetched(replica: int) -> Snapshot | None:
-        peer = agent.directory.of_incarnation(replica)
-        if peer is None:
-            return None
-        try:
-            found = agent.call(peer.info, _STATE, name, terms.timeout, _META)
-        except RpcError:
-            return None
-        generation, held, leaves = found
-        structure = jax.tree.structure(work.first)
-        return Snapshot(generation, held, jax.tree.unflatten(structure, leaves))
-
-    follower = Follower(work, fetched)
     is_leader = agent.info.id == 0
-    leader = LeaderService(agent, terms, agreed, work) if is_leader else None
-    with contextlib.closing(work), runs.taking_part(name, follower, leader):
+    follower = Follower(work, terms.steps, save_every if is_leader else None)
+    leader = None
+    if is_leader:
+        leader = LeaderService(agent, terms, agreed, work, follower, runs.departed)
+    with contextlib.closing(work), runs.taking_part(name, leader):
+        if is_leader:
+            follower.snapshot = work.restore()
         _follow(agent, name, terms, agreed, follower, work)
         if leader is not None:
             leader.wait()
     state = follower.snapshot.state
-    if state is None:
-        raise RpcError(
-            f"The elastic run {name!r} was over before this worker had a state; its "
-            "last checkpoint, if it writes any, has it."
-        )
+    assert state is not None
     return state, work.losses
 
 
@@ -442,8 +420,9 @@ def _follow(
     work: ReplicaWork,
 ) -> None:
     """Reports and carries out directives, until the run is over."""
-    structure = work.sum_structure
-    report, sums = ReplicaReport(), list[list[jax.Array]]()
+    structure, whole = work.sum_structure, jax.tree.structure(work.first)
+    report = ReplicaReport(follower.snapshot.held, None, ())
+    sums = list[list[jax.Array]]()
     begin_by, pause = time.monotonic() + terms.join_timeout, threading.Event()
     while not follower.over:
         message = (name, agreed, tuple(report), sums)
@@ -453,7 +432,7 @@ def _follow(
             answer = pending.wait(0)
         except RpcError:
             # If rank 0 is lost, its heir saves the last state for the next start.
-            _, held, state = follower.snapshot
+            held, state = follower.snapshot
             if follower.heir and work.folder is not None and state is not None:
                 assert held is not None
                 work.write(held, state)
@@ -467,11 +446,15 @@ def _follow(
                 )
             pause.wait(_PAUSE)
             continue
-        row, totals = answer
+        row, totals, sent = answer
         given = {step: structure.unflatten(leaves) for step, leaves in totals.items()}
         directive = unpacked(row, Directive, "Rank 0 answers by a directive")
         try:
-            report, found = follower.follow(directive, given)
+            fetched = None
+            if sent is not None:
+                held, leaves = sent
+                fetched = Snapshot(held, jax.tree.unflatten(whole, leaves))
+            report, found = follower.follow(directive, given, fetched)
         except BaseException:
             if not agent.info.id:
                 raise  # The run ends with rank 0: its shares go to no other replica.

@@ -36,10 +36,7 @@ Value = TypeVar("Value")
 
 
 class Snapshot(NamedTuple):
-    """A state, with its generation and its step."""
-
-    generation: int
-    """See `Directive`."""
+    """A state, with its step."""
 
     held: int | None
     """Number of steps that its state has taken; None without a state."""
@@ -155,15 +152,15 @@ class ReplicaWork:
         default_factory=lambda: ThreadPoolExecutor(1, "checkpoint")
     )
 
-    def restore(self) -> tuple[int, TrainState]:
-        """The last checkpoint, or the first state, and its number of steps."""
+    def restore(self) -> Snapshot:
+        """The last checkpoint, or the first state."""
         if self.folder is None:
-            return 0, self.first
+            return Snapshot(0, self.first)
         with TrainCheckpoints(self.folder) as saved:
             if not saved.steps():
-                return 0, self.first
+                return Snapshot(0, self.first)
             state = saved.restore(self.first)
-        return int(state.step), state
+        return Snapshot(int(state.step), state)
 
     def apply(self, state: TrainState, step: int, total: Partial) -> TrainState:
         """The state after a step, from the sum of its parts."""
@@ -205,7 +202,7 @@ class ReplicaWork:
             try:
                 saved.save(state)
             except Exception:
-                # A live replica that counted as lost may have written it as well.
+                # Another replica that was named heir may have written it as well.
                 if step > (saved.latest() or 0):
                     raise
 

@@ -3,8 +3,6 @@
 Messages, deaths and time come in any order that the driver chooses. In the place of
 arrays there are numbers: a sum is a hash of the tree by which it was added up, so that
 another order, a unit that is missing and one that is there twice all give another one.
-States and sums bear a salt of the restart that they come from: with real arrays those
-of two restarts may differ by rounding, and must not meet.
 """
 
 import random
@@ -18,7 +16,11 @@ from jdist.data_parallel.elasticity.leader import (
     ReplicaReport,
     RunTerms,
 )
-from jdist.data_parallel.elasticity.replica_work import nodes_within, tree_sum
+from jdist.data_parallel.elasticity.replica_work import (
+    Snapshot,
+    nodes_within,
+    tree_sum,
+)
 
 DEADLINE = 10.0
 
@@ -29,11 +31,6 @@ def leaf(step, unit, state):
 
 def add(left, right):
     return hash((left, right))
-
-
-def add_salted(left, right):
-    assert left[1] == right[1]
-    return add(left[0], right[0]), left[1]
 
 
 def uninterrupted(terms):
@@ -73,35 +70,24 @@ class FakeWork:
         simulation = self.simulation
         simulation.restored += 1
         step = max(simulation.disk, default=0)
-        return step, (simulation.disk.get(step, 17), simulation.restored)
-
-    def fetch(self, replica):
-        simulation = self.simulation
-        if replica not in simulation.replicas or replica in simulation.frozen:
-            return None
-        simulation.fetched += 1
-        snapshot = simulation.replicas[replica].snapshot
-        return None if snapshot.held is None else snapshot
+        return Snapshot(step, simulation.disk.get(step, 17))
 
     def apply(self, state, step, total):
-        value, salt = state
-        assert value == self.simulation.expected[step]
-        assert salt == total[1]
-        return hash((value, total[0])), salt
+        assert state == self.simulation.expected[step]
+        return hash((state, total))
 
     def compute(self, state, step, part):
-        value, salt = state
-        assert value == self.simulation.expected[step]
+        assert state == self.simulation.expected[step]
         found = []
         for node in nodes_within(part, self.simulation.terms.units(step)):
             units = range(node.start, node.stop)
-            values = {Part(unit, unit + 1): leaf(step, unit, value) for unit in units}
-            found.append((node, (tree_sum(values, node, add), salt)))
+            values = {Part(unit, unit + 1): leaf(step, unit, state) for unit in units}
+            found.append((node, tree_sum(values, node, add)))
         return found
 
     def save(self, step, state):
-        if not self.simulation.suspicious:
-            assert set(self.simulation.writers()) <= {self.number}
+        assert self.number == self.simulation.own
+        assert self.writing is None  # One at a time.
         written = Writing(lambda: self.simulation.write(self.number))
         self.writing = (step, state, written)
         return written
@@ -116,16 +102,14 @@ class Simulation:
             lambda step: units[step % len(units)],
             DEADLINE,
             min_replicas=min_replicas,
-            save_every=save_every,
             log=log,
         )
+        self.save_every = save_every
         self.expected = uninterrupted(self.terms)
         self.disk = {}
         self.now = 0.0
-        self.fetched = 0
         self.restored = 0
         self.committed = []
-        self.lasting = 0
         self.numbers = 0
         self._begin()
 
@@ -139,38 +123,38 @@ class Simulation:
         self.directives = {}  # On their way from it.
         self.deaths = []  # Of which the leader does not know yet.
         self.frozen = set()
-        self.suspicious = False  # Whether one that lives may be taken for lost.
 
     # --- what can happen ---
 
     def arrive(self):
         number, self.numbers = self.numbers, self.numbers + 1
-        self.work[number] = FakeWork(self, number)
-        work = self.work[number]
-        self.replicas[number] = Follower(work, work.fetch)
-        self.reports[number] = (ReplicaReport(), [])
+        self.work[number] = work = FakeWork(self, number)
+        is_own = number == self.own
+        follower = Follower(work, self.terms.steps, self.save_every if is_own else None)
+        if is_own:
+            follower.snapshot = work.restore()
+        self.replicas[number] = follower
+        self.reports[number] = (ReplicaReport(follower.snapshot.held, None, ()), [])
 
     def deliver(self, number):
         """The leader gets what a replica reported."""
         report, sums = self.reports.pop(number)
         for part, total in zip(report.parts, sums, strict=True):
-            self.lasting += 1
-            self.totals[report.generation, report.step, part] = total
+            self.totals[report.step, part] = total
         self._handle(self.leader.report(number, report, self.now))
 
     def act(self, number):
         """A replica does what it was told."""
-        directive, totals = self.directives.pop(number)
         follower = self.replicas[number]
-        self.reports[number] = follower.follow(directive, totals)
+        self.reports[number] = follower.follow(*self.directives.pop(number))
         if follower.over:
             del self.reports[number]
 
     def write(self, number):
         """A checkpoint is complete."""
-        step, (value, _), written = self.work[number].writing
+        step, state, written = self.work[number].writing
         self.work[number].writing = None
-        self.disk[step] = value
+        self.disk[step] = state
         written.set_result(None)
 
     def die(self, number):
@@ -182,14 +166,12 @@ class Simulation:
         self._handle(self.leader.gone(self.deaths.pop(0), self.now))
 
     def freeze(self, number):
-        self.suspicious = True
         self.frozen.add(number)
 
     def thaw(self, number):
         self.frozen.discard(number)
 
     def wait(self, seconds):
-        self.suspicious = True
         self.now += seconds
         self._handle(self.leader.tick(self.now))
 
@@ -197,7 +179,7 @@ class Simulation:
         """Its machine dies; an heir writes what it has, and the run is begun anew."""
         for follower in list(self.replicas.values())[1:]:
             if follower.heir and follower.snapshot.held is not None:
-                self.disk[follower.snapshot.held] = follower.snapshot.state[0]
+                self.disk[follower.snapshot.held] = follower.snapshot.state
         self._begin()
 
     # --- questions ---
@@ -242,11 +224,8 @@ class Simulation:
     def check_end(self):
         """All who are there have what an uninterrupted run has."""
         for follower in self.replicas.values():
-            _, held, state = follower.snapshot
-            if follower.over and held is None:
-                continue  # It came when all had left.
-            assert (held, state[0]) == (self.terms.steps, self.expected[-1])
-        if self.terms.save_every:
+            assert follower.snapshot == (self.terms.steps, self.expected[-1])
+        if self.save_every:
             assert self.disk[self.terms.steps] == self.expected[-1]
 
     # --- inside ---
@@ -260,15 +239,15 @@ class Simulation:
                 if number in self.replicas:
                     totals = {step: self.totals[step] for step in directive.apply}
                     assert number not in self.directives
-                    self.directives[number] = (directive, totals)
+                    sent = self.replicas[self.own].snapshot if directive.fetch else None
+                    self.directives[number] = (directive, totals, sent)
 
     def _commit(self, commit):
         step, parts, oldest = commit
         units = [unit for part in parts for unit in range(*part)]
         assert units == list(range(self.terms.units(step)))
-        generation = self.leader.generation
-        values = {part: self.totals[generation, step, part] for part in parts}
-        self.totals[step] = tree_sum(values, Part(0, len(units)), add_salted)
+        values = {part: self.totals[step, part] for part in parts}
+        self.totals[step] = tree_sum(values, Part(0, len(units)), add)
         self.committed.append(step)
         for each in [k for k in self.totals if isinstance(k, int) and k < oldest]:
             del self.totals[each]

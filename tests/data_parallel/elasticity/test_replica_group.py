@@ -3,6 +3,7 @@
 import threading
 from contextlib import suppress
 from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 
 import jax
@@ -15,12 +16,13 @@ from jdist.data_parallel.elasticity.replica_group import (
     Message,
     _unpacked,
 )
+from jdist.data_parallel.elasticity.replica_work import Snapshot
 from jdist.rpc import ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from jdist.rpc.extension import futures
 
-REPORT = (0, None, 3, ((0, 2), (4, 5)), None, 7)
+REPORT = (2, 3, ((0, 2), (4, 5)))
 
 
 def test_reports_and_goodbyes_are_read():
@@ -36,11 +38,11 @@ def test_reports_and_goodbyes_are_read():
         ("run", {"steps": "3"}, REPORT),
         (1, {"steps": "3"}, REPORT, [[], []]),
         ("run", {"steps": 3}, REPORT, [[], []]),
-        ("run", {"steps": "3"}, REPORT[:5], [[], []]),
-        ("run", {"steps": "3"}, (None, *REPORT[1:]), [[], []]),
-        ("run", {"steps": "3"}, (0, "1", *REPORT[2:]), [[], []]),
-        ("run", {"steps": "3"}, (*REPORT[:3], ((0,), (1, 2)), None, 7), [[], []]),
-        ("run", {"steps": "3"}, (*REPORT[:3], [0, 2], None, 7), [[], []]),
+        ("run", {"steps": "3"}, REPORT[:2], []),
+        ("run", {"steps": "3"}, ("2", *REPORT[1:]), [[], []]),
+        ("run", {"steps": "3"}, (2, "3", REPORT[2]), [[], []]),
+        ("run", {"steps": "3"}, (2, 3, ((0,), (1, 2))), [[], []]),
+        ("run", {"steps": "3"}, (2, 3, [0, 2]), [[], []]),
         ("run", {"steps": "3"}, REPORT, [1.0, 2.0]),
         ("run", {"steps": "3"}, REPORT, [[]]),
         ("run", {"steps": "3"}, None, [[]]),
@@ -55,51 +57,78 @@ def test_anything_else_is_refused(body):
 OWN, PEERS = 4, (2, 7)
 
 
+class Tasks:
+    """A pool that keeps its tasks until they are wanted."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def run(self, task):
+        self.waiting.append(task)
+
+    def go(self):
+        """Runs them and all later ones, each on a thread of its own."""
+        waiting, self.run = self.waiting, lambda task: Thread(target=task).start()
+        for task in waiting:
+            self.run(task)
+
+
 @pytest.fixture
-def leader():
+def made():
     """A leader of runs of one step, with a deadline of 0.4 s, on replica 4."""
     pool = ThreadPool("leader", 1)
-    timer = Timer("leader", pool)
-    info = WorkerInfo("worker0", 0, OWN)
+    timer, tasks = Timer("leader", pool), Tasks()
+    agent = SimpleNamespace(
+        pool=tasks,
+        timer=timer,
+        info=WorkerInfo("worker0", 0, OWN),
+        register=lambda kind, handler: None,
+        extension_state=SimpleNamespace(on_gone=lambda listener: None),
+    )
     terms = RunTerms(1, lambda step: 3, 0.4, min_replicas=3)
     work = SimpleNamespace(sum_structure=jax.tree.structure(()))
-    yield LeaderService(
-        SimpleNamespace(pool=pool, timer=timer, info=info), terms, {}, work
-    )
+    follower = SimpleNamespace(snapshot=Snapshot(0, ()))
+    runs = ElasticRuns(agent)
+    leader = LeaderService(agent, terms, {}, work, follower, runs.departed)
+    yield SimpleNamespace(runs=runs, leader=leader, tasks=tasks)
     timer.close()
     pool.close(60)
 
 
-def begin(leader, replicas, when_answered):
-    """The first replica restores the state, and the last one's report begins a step.
+def message(held):
+    return Message("run", {}, ReplicaReport(held, None, ()), [])
+
+
+def begin(made, replicas, when_answered):
+    """Rank 0 has the state, the others take it, and the last report begins a step.
 
     Returns:
-      The answers of the second reports, by replica.
+      The answers of the last reports, by replica.
     """
-    for replica in replicas:
-        leader.report(replica, ReplicaReport(), [], leader.expect(replica, {}))
-    answers = {replica: leader.expect(replica, {}) for replica in replicas}
+    made.leader.report(OWN, message(0))
+    for replica in PEERS:
+        made.leader.report(replica, message(None))
+    made.leader.gone(OWN)  # So that its next report may be the last one.
+    made.tasks.waiting = []
+    answers = {replica: made.leader.report(replica, message(0)) for replica in replicas}
     for replica, answer in answers.items():
         futures.call_when_done(answer, partial(when_answered, replica))
-        leader.report(replica, ReplicaReport(1, 0), [], answer)
+    made.tasks.go()
     return answers
 
 
-def message(generation, held):
-    return tuple(Message("run", {}, ReplicaReport(generation, held), []))
-
-
 @pytest.mark.parametrize("last", [OWN, *PEERS])
-def test_rank_0_has_its_own_answer_last(leader, last):
+def test_rank_0_has_its_own_answer_last(made, last):
     """The others' answers would wait for the core on which its share is computed."""
     order = []
     replicas = sorted((OWN, *PEERS), key=lambda each: each == last)
-    begin(leader, replicas, order.append)
+    for answer in begin(made, replicas, order.append).values():
+        answer.wait(60)
     assert sorted(order[:2]) == sorted(PEERS)
     assert order[2:] == [OWN]
 
 
-def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
+def test_a_peer_that_stops_reading_holds_up_no_other_for_long(made):
     gone_on, blocked = threading.Event(), []
 
     def send(replica):
@@ -108,7 +137,7 @@ def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
         else:  # Each of their sends waits for room in its socket.
             blocked.append(gone_on.wait(60))
 
-    for answer in begin(leader, (OWN, *PEERS), send).values():
+    for answer in begin(made, (OWN, *PEERS), send).values():
         answer.wait(60)
     assert blocked[0]
 
@@ -119,68 +148,55 @@ LEAVING = [
 ]
 
 
-def runs_with(tasks):
-    """The runs of a worker, whose pool keeps the tasks that it is given."""
-    agent = SimpleNamespace(
-        pool=SimpleNamespace(run=tasks.append),
-        register=lambda kind, handler: None,
-        extension_state=SimpleNamespace(on_gone=lambda listener: None),
-    )
-    return ElasticRuns(agent)
-
-
 def workers():
     return [WorkerInfo(f"worker{each}", each, each) for each in PEERS]
 
 
 @pytest.mark.parametrize("leave", LEAVING, ids=["goodbye", "loss"])
-def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
-    """It is handled on another thread than the departure that came after it."""
-    tasks, peers = [], workers()
-    runs = runs_with(tasks)
-    with runs.taking_part("run", None, leader):
-        answers = [runs._on_report(each, message(0, None), {}) for each in peers]
+def test_who_has_left_is_not_answered(made, leave):
+    runs, peers = made.runs, workers()
+    with runs.taking_part("run", made.leader):
+        made.leader.report(OWN, message(0))
+        answers = [runs._on_report(each, tuple(message(0)), {}) for each in peers[:1]]
         leave(runs, peers[0])
-        for task in tasks:
-            task()
-        # The first one in the run is told at once to restore the state.
-        assert [answer.done() for answer in answers] == [False, True]
+        # A third one is missing.
+        answers.append(runs._on_report(peers[1], tuple(message(0)), {}))
+    assert [answer.done() for answer in answers] == [False, True]
     with pytest.raises(RpcError, match="The elastic run 'run' is over on rank 0"):
-        runs._on_report(peers[1], message(0, None), {})
+        runs._on_report(peers[1], tuple(message(None)), {})
 
 
-def test_a_report_to_a_run_that_has_not_begun_is_sent_again(leader):
-    runs = runs_with([])
-    assert runs._on_report(workers()[0], message(0, None), {}) is None
-    with runs.taking_part("run", None, leader):
-        assert runs._on_report(workers()[0], message(0, None), {}) is not None
+def test_a_report_that_is_handled_after_a_loss_gives_no_seat_back(made):
+    """It came before, and is handled on another thread."""
+    runs, (lost, other) = made.runs, workers()
+    with runs.taking_part("run", made.leader):
+        made.leader.report(OWN, message(0))
+        runs._on_gone(lost, "it is lost")
+        with pytest.raises(RpcError, match="'worker2' was given up by the group"):
+            runs._on_report(lost, tuple(message(0)), {})
+        assert not runs._on_report(other, tuple(message(0)), {}).done()
+        assert not made.tasks.waiting  # No step has begun with it.
 
 
-@pytest.mark.parametrize("when", ["before", "within", "after"])
-def test_a_report_that_is_handled_late_learns_that_the_run_has_ended(
-    leader, monkeypatch, when
-):
-    """Also where the leader's failure comes between the end and the report."""
-    tasks, fail = [], leader.fail
+def test_a_report_to_a_run_that_has_not_begun_is_sent_again(made):
+    assert made.runs._on_report(workers()[0], tuple(message(None)), {}) is None
+    with made.runs.taking_part("run", made.leader):
+        assert made.runs._on_report(workers()[0], tuple(message(None)), {}) is not None
 
-    def failing(reason):
-        monkeypatch.setattr(leader, "fail", fail)
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_report_learns_that_the_run_has_ended(made, when):
+    """Also where the leader's failure comes between its arrival and its handling."""
+    worker, found = workers()[0], []
+    with (
+        suppress(InterruptedError),
+        made.runs.taking_part("run", made.leader),
+    ):
+        made.leader.report(OWN, message(0))
         if when == "before":
-            tasks.pop()()
-        fail(reason)
-        if when == "within":
-            tasks.pop()()
-
-    runs = runs_with(tasks)
-    with suppress(InterruptedError), runs.taking_part("run", None, leader):
-        # The first one in the run is told at once to restore the state, and then waits
-        # for two others.
-        leader.report(PEERS[0], ReplicaReport(), [], leader.expect(PEERS[0], {}))
-        answer = runs._on_report(workers()[0], message(1, 0), {})
-        monkeypatch.setattr(leader, "fail", failing)
+            found.append(made.runs._on_report(worker, tuple(message(0)), {}))
         raise InterruptedError
-    for task in tasks:
-        task()
-    assert answer.done()
+    if when == "after":
+        found.append(made.leader.report(PEERS[0], message(0)))
     with pytest.raises(RpcError, match="rank 0 has left it"):
-        answer.wait(0)
+        found[0].wait(0)

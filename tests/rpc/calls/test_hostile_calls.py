@@ -298,7 +298,7 @@ def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
     """What parts built on rpc have registered as well."""
     kinds = set(attacked.callee._handlers)
     assert {"call", "debug.activity", TAKE_BACK} <= kinds
-    assert {"autograd.backward", "elastic.report", "elastic.state"} <= kinds
+    assert {"autograd.backward", "elastic.report"} <= kinds
     for kind in sorted(kinds):
         for tree in (*TREES.values(), [codes.DICT], [codes.TUPLE, "worker0", 1, None]):
             for meta in ({}, {"ticket": 1, "deadline": 5.0}):
