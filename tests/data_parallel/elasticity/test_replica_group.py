@@ -120,10 +120,15 @@ def begin(made, replicas, when_answered):
 @pytest.mark.parametrize("last", [OWN, *PEERS])
 def test_rank_0_has_its_own_answer_last(made, last):
     """The others' answers would wait for the core on which its share is computed."""
-    order = []
-    replicas = sorted((OWN, *PEERS), key=lambda each: each == last)
-    for answer in begin(made, replicas, order.append).values():
-        answer.wait(60)
+    order, all_are = [], threading.Event()
+
+    def answered(replica):
+        order.append(replica)
+        if len(order) == 3:
+            all_are.set()
+
+    begin(made, sorted((OWN, *PEERS), key=lambda each: each == last), answered)
+    assert all_are.wait(60)
     assert sorted(order[:2]) == sorted(PEERS)
     assert order[2:] == [OWN]
 
