@@ -1,10 +1,10 @@
 """Frames, the messages between workers, and their encoding as bytes.
 
 A frame is the same object over every transport. Inside one process its leaves travel as
-references; through a socket it is a fixed prefix, a msgpack header, and the arrays' own
+references; through a socket it is a prefix, a msgpack header, and the arrays' own
 memory:
 
-    prefix   12 bytes   magic, version, size of the header
+    prefix   4 bytes    size of the header
     header   msgpack    kind, id, meta, tree, shared, and of each leaf flags, dtype
                         and shape
     body     raw        the slab: all small leaves, each at a multiple of 16;
@@ -21,7 +21,6 @@ nothing but `ProtocolError`, and nothing beyond `Limits` is ever allocated.
 
 import functools
 import math
-import struct
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -88,12 +87,7 @@ def is_duplicate(frame: Frame, requests: DedupWindow) -> bool:
 
 # --- as bytes ---
 
-VERSION = 2
-"""Version of the handshake and of frames. Workers of two versions do not talk."""
-
-_MAGIC = b"jdst"
-_PREFIX = struct.Struct("<4sII")
-PREFIX_BYTES = _PREFIX.size
+PREFIX_BYTES = 4
 
 _SMALL = 1 << 15
 """Leaves of fewer bytes share the slab: copying them costs less than memory of their
@@ -195,7 +189,7 @@ def pack(
         if size > limit:
             rule = f"must have {what} at most {limit}"
             raise value_error("rpc(value)", rule, size, f"Send it in parts{other}.")
-    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
+    prefix = len(header).to_bytes(PREFIX_BYTES, "little")
     small = [b"".join(slab)] if filled else []
     return [prefix + header, *small, *large]
 
@@ -227,21 +221,12 @@ def parse_prefix(data: Bytes, limits: Limits) -> int:
     """Decodes the size of the header in a prefix of `PREFIX_BYTES`.
 
     Raises:
-      ProtocolError: It is no prefix, one of another version, or beyond the limits.
+      ProtocolError: It is beyond the limits.
     """
-    if len(data) != PREFIX_BYTES:
-        raise ProtocolError(f"A prefix has {PREFIX_BYTES} bytes. Got {len(data)}.")
-    magic, version, header = _PREFIX.unpack(data)
-    if magic != _MAGIC:
-        raise ProtocolError(f"Not a message of jdist: it begins with {magic!r}.")
-    if version != VERSION:
-        raise ProtocolError(
-            f"The peer speaks version {version} of the protocol, this worker version "
-            f"{VERSION}. Install the same jdist on both."
-        )
+    header = int.from_bytes(data, "little")
     if header > limits.header_bytes:
         raise _beyond("header", header, limits.header_bytes)
-    return int(header)
+    return header
 
 
 def parse_header(data: Bytes, limits: Limits) -> Header:

@@ -31,12 +31,14 @@ from jdist._tree import type_name
 from jdist.rpc.base.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import NotSent
-from jdist.rpc.wire.frame import VERSION
 from jdist.rpc.wire.tls import ByteStream
 
 NO_BINDING = bytes(32)
 SHORTEST_KEY = 16
 SAME_KEY = "JDIST_CLUSTER_KEY, or RpcOptions(key=...), must be the same on all workers."
+
+VERSION = 2
+"""Version of the handshake and of frames. Workers of two versions do not talk."""
 
 _MAGIC = b"jdist\x00"
 _REFUSAL = b"jdist\x01"

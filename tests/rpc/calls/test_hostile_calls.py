@@ -380,7 +380,7 @@ def test_a_stranger_with_the_key(attacked):
 
 def test_a_header_larger_than_allowed(mad):
     channel = mad.channel()
-    prefix = b"jdst\x01\x00\x00\x00" + b"\xff\xff\xff\x7f" + bytes(12)
+    prefix = b"\xff\xff\xff\x7f" + bytes(12)
     channel._stream.send([prefix], soon())
     with pytest.raises(ChannelClosed, match="its connection"):
         channel.receive(soon())

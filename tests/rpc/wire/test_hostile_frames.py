@@ -255,7 +255,7 @@ def test_hostile_headers(worker, leaves, tree, more):
             slab += -slab % 16 + nbytes
     header = msgspec.msgpack.encode(["call", 1, {}, tree, False, leaves])
     body = slab + large + more
-    prefix = framing._PREFIX.pack(b"jdst", framing.VERSION, len(header))
+    prefix = len(header).to_bytes(framing.PREFIX_BYTES, "little")
     _survives(worker, prefix + header + bytes(min(body, LIMITS.body_bytes)))
 
 
@@ -275,7 +275,7 @@ def _size(dtype, shape):
 def test_noise(worker, data, with_prefix):
     """Random bytes, alone or behind a prefix that announces them."""
     if with_prefix:
-        data = framing._PREFIX.pack(b"jdst", framing.VERSION, len(data)) + data
+        data = len(data).to_bytes(framing.PREFIX_BYTES, "little") + data
     _survives(worker, data)
 
 
