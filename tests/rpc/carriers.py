@@ -55,16 +55,16 @@ def receive(pieces, device=None, apart=(), limits=LIMITS):
     head, *body = pieces
     size = framing.parse_prefix(head[: framing.PREFIX_BYTES], limits)
     header = framing.parse_header(head[framing.PREFIX_BYTES :], limits)
-    buffers, sizes = framing.allocate(header, limits)
+    layout, buffers = framing.allocate(header, limits)
     stream = b"".join(body)
     assert len(head) == framing.PREFIX_BYTES + size
     assert len(stream) == sum(map(len, buffers))
-    assert sizes == [len(leaf) for leaf in apart]
+    assert layout.apart == [len(leaf) for leaf in apart]
     for buffer in buffers:
         buffer[:] = stream[: len(buffer)]
         stream = stream[len(buffer) :]
     behind = [memoryview(bytearray(leaf)) for leaf in apart]
-    return framing.assemble(header, buffers, device, behind)
+    return framing.assemble(header, layout, buffers, device, behind)
 
 
 def assert_same(got, sent):

@@ -246,11 +246,11 @@ class Connection:
             limits = self._terms.limits
             size = parse_prefix(self._take(PREFIX_BYTES, deadline), limits)
             header = parse_header(self._take(size, deadline), limits)
-            buffers, sizes = allocate(header, limits)
+            layout, buffers = allocate(header, limits)
             for buffer in buffers:
                 self._fill(buffer, deadline)
-            apart = self._claim(sizes) if sizes else ()
-            return assemble(header, buffers, self._terms.device, apart)
+            apart = self._claim(layout.apart) if layout.apart else ()
+            return assemble(header, layout, buffers, self._terms.device, apart)
         except TimeoutError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 self._cut("the deadline passed in the middle of a frame")

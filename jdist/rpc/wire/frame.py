@@ -245,45 +245,74 @@ def parse_header(data: Bytes, limits: Limits) -> Header:
     return header
 
 
-def allocate(header: Header, limits: Limits) -> tuple[list[memoryview], list[int]]:
+def allocate(header: Header, limits: Limits) -> tuple["Layout", list[memoryview]]:
     """Allocate the memory to receive the body into.
 
     Returns:
-      The slab and the memory of each large leaf, in the order in which they are sent;
-      and the size of each leaf that travels apart.
+      The places of the arrays; and the slab and the memory of each large leaf, in the
+      order in which they are sent.
 
     Raises:
       ProtocolError: The arrays are none, or beyond the limits.
     """
-    filled = 0
+    # Only short descriptions are cached, which bounds the cache's memory.
+    lay_out = _known_layout if len(header.leaves) <= _FEW else _layout
+    layout = lay_out(header.leaves)
+    for what, size in (("array", layout.most), ("body", layout.total)):
+        if size > limits.body_bytes:
+            raise _beyond(what, size, limits.body_bytes, _RAISED)
+    slab = memoryview(bytearray(layout.slab))
+    return layout, [slab, *map(aligned, layout.large)]
+
+
+class Layout(NamedTuple):
+    """The places of a frame's arrays in the memory that receives them.
+
+    Attributes:
+      leaves: Of each array dtype, shape, flags, and the offset in the slab or None.
+      slab: Size of the slab in bytes.
+      large: Size in bytes of each array with memory of its own, in order.
+      apart: Size in bytes of each array that travels apart, in order.
+      most: The largest size of an array, to be compared with the limit.
+      total: The size of all.
+    """
+
+    leaves: list[tuple[np.dtype, tuple[int, ...], int, int | None]]
+    slab: int
+    large: list[int]
+    apart: list[int]
+    most: int
+    total: int
+
+
+def _layout(described: tuple[_Described, ...]) -> Layout:
+    leaves: list[tuple[np.dtype, tuple[int, ...], int, int | None]] = []
     large: list[int] = []
     apart: list[int] = []
-    for flags, name, shape in header.leaves:
-        _, nbytes, most = _described(name, shape)
-        if most > limits.body_bytes:
-            raise _beyond("array", most, limits.body_bytes, _RAISED)
+    filled = most = 0
+    for flags, name, shape in described:
+        dtype = dtype_named(name)
+        if len(shape) > 64:
+            raise ProtocolError(f"An array has {len(shape)} dimensions.")
+        nbytes = dtype.itemsize * math.prod(shape)
+        # An empty array, too, must not have dimensions whose product overflows.
+        full = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
+        most = max(most, full)
+        offset = None
         if flags & _APART:
             apart.append(nbytes)
         elif nbytes >= _SMALL:
             large.append(nbytes)
         else:
-            filled += -filled % _ALIGNMENT + nbytes
+            offset = filled + -filled % _ALIGNMENT
+            filled = offset + nbytes
+        leaves.append((dtype, shape, flags, offset))
     total = filled + sum(large) + sum(apart)
-    if total > limits.body_bytes:
-        raise _beyond("body", total, limits.body_bytes, _RAISED)
-    return [memoryview(bytearray(filled)), *map(aligned, large)], apart
+    return Layout(leaves, filled, large, apart, most, total)
 
 
-@functools.lru_cache(1024)
-def _described(name: str, shape: tuple[int, ...]) -> tuple[np.dtype, int, int]:
-    """Return an array's dtype, its size in bytes, and the size to be compared."""
-    dtype = dtype_named(name)
-    if len(shape) > 64:
-        raise ProtocolError(f"An array has {len(shape)} dimensions.")
-    nbytes = dtype.itemsize * math.prod(shape)
-    # An empty array, too, must not have dimensions whose product overflows.
-    most = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
-    return dtype, nbytes, most
+_FEW = 8
+_known_layout = functools.lru_cache(1024)(_layout)
 
 
 _RAISED = " RpcOptions(max_array_bytes=...) raises it."
@@ -315,6 +344,7 @@ def aligned(nbytes: int) -> memoryview:
 
 def assemble(
     header: Header,
+    layout: Layout,
     buffers: Sequence[memoryview],
     device: jax.Device | None,
     apart: Sequence[memoryview] = (),
@@ -323,27 +353,24 @@ def assemble(
 
     Args:
       header: As `parse_header` gave it.
-      buffers: As `allocate` gave them, filled.
+      layout: As `allocate` gave it.
+      buffers: Likewise, filled.
       device: Where JAX arrays are placed; None for JAX's default.
       apart: The memory behind the descriptors, writable, in order; each piece of at
-        least the size that `allocate` gave.
+        least the size in the layout.
 
     Raises:
       ProtocolError: JAX cannot hold an array.
     """
     large, separate = iter(buffers), iter(apart)
-    slab, filled = next(large), 0
+    slab = next(large)
     leaves: list[Any] = []
-    for flags, name, shape in header.leaves:
-        dtype, nbytes, _ = _described(name, shape)
-        if flags & _APART:
-            array = np.ndarray(shape, dtype, next(separate))
-        elif nbytes >= _SMALL:
-            array = np.ndarray(shape, dtype, next(large))
+    for dtype, shape, flags, offset in layout.leaves:
+        if offset is None:
+            memory = next(separate if flags & _APART else large)
+            array = np.ndarray(shape, dtype, memory)
         else:
-            filled += -filled % _ALIGNMENT
-            array = np.ndarray(shape, dtype, slab, filled)
-            filled += nbytes
+            array = np.ndarray(shape, dtype, slab, offset)
         leaves.append(_received(array, flags, device) if flags & _JAX else array)
     return Frame(
         header.kind, header.id, header.meta, header.tree, leaves, header.shared

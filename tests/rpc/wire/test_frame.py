@@ -52,7 +52,8 @@ def test_frames_without_arrays():
     (head,) = pieces
     size = framing.parse_prefix(head[: framing.PREFIX_BYTES], LIMITS)
     assert size == len(head) - framing.PREFIX_BYTES
-    assert framing.allocate(_header(pieces), LIMITS) == ([b""], [])
+    layout, buffers = framing.allocate(_header(pieces), LIMITS)
+    assert (layout.apart, buffers) == ([], [b""])
     assert receive(pieces) == _frame()
 
 
@@ -84,13 +85,13 @@ def test_large_leaves_are_received_into_their_own_memory(rng):
     sent = _frame(small[0], large[0], small[1], large[1])
     pieces = framing.pack(sent)
     header = _header(pieces)
-    buffers, _ = framing.allocate(header, LIMITS)
+    layout, buffers = framing.allocate(header, LIMITS)
     assert [len(b) for b in buffers] == [16 * 3 + 40, 72000, 72000]
     starts = [_address(np.frombuffer(b, np.uint8)) for b in buffers[1:]]
     assert [start % 64 for start in starts] == [0, 0]
     for buffer, piece in zip(buffers, pieces[1:], strict=True):
         buffer[:] = piece
-    got = framing.assemble(header, buffers, None).leaves
+    got = framing.assemble(header, layout, buffers, None).leaves
     assert [_address(got[1]), _address(got[3])] == starts
     assert_same(got, sent.leaves)
 
@@ -99,9 +100,10 @@ def test_received_jax_arrays_are_the_received_memory(rng):
     """From the socket to the device without a copy, on CPU."""
     pieces = framing.pack(_frame(jnp.asarray(rng.normal(size=(100, 90)))))
     header = _header(pieces)
-    (slab, buffer), _ = framing.allocate(header, LIMITS)
+    layout, (slab, buffer) = framing.allocate(header, LIMITS)
     buffer[:] = pieces[1]
-    (got,) = framing.assemble(header, [slab, buffer], jax.devices("cpu")[1]).leaves
+    device = jax.devices("cpu")[1]
+    (got,) = framing.assemble(header, layout, [slab, buffer], device).leaves
     assert _address(np.asarray(got)) == _address(np.frombuffer(buffer, np.uint8))
 
 
@@ -123,7 +125,9 @@ def test_memory_behind_descriptors_may_be_larger(rng):
     pieces, apart = pack_apart(_frame(array))
     page = memoryview(bytearray(4096))
     page[: array.nbytes] = apart[0]
-    (got,) = framing.assemble(_header(pieces), [b""], None, [page]).leaves
+    header = _header(pieces)
+    layout, buffers = framing.allocate(header, LIMITS)
+    (got,) = framing.assemble(header, layout, buffers, None, [page]).leaves
     assert_same(got, array)
 
 
@@ -162,7 +166,7 @@ def test_limits_are_inclusive():
 def _allocated(data):
     """The sizes of what is allocated for a header."""
     header = framing.parse_header(data, SMALL)
-    return [len(buffer) for buffer in framing.allocate(header, SMALL)[0]]
+    return [len(buffer) for buffer in framing.allocate(header, SMALL)[1]]
 
 
 EMPTY = [[0, "uint8", [0]]] * 6
@@ -233,10 +237,10 @@ def test_jax_arrays_of_what_jax_does_not_have(dtype):
     """A peer that says so is refused; JAX's own words are in the error."""
     data = msgspec.msgpack.encode(_leaf(1, dtype, [2]))
     header = framing.parse_header(data, LIMITS)
-    buffers, _ = framing.allocate(header, LIMITS)
+    layout, buffers = framing.allocate(header, LIMITS)
     for device in (None, jax.devices("cpu")[1]):
         with pytest.raises(ProtocolError, match="JAX cannot hold an array"):
-            framing.assemble(header, buffers, device)
+            framing.assemble(header, layout, buffers, device)
 
 
 def test_the_format_is_that_of_this_version():

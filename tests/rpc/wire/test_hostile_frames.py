@@ -61,17 +61,17 @@ def worker(monkeypatch):
         )
         given = head[framing.PREFIX_BYTES :].tobytes()
         header = framing.parse_header(given, LIMITS)
-        buffers, sizes = framing.allocate(header, LIMITS)
+        layout, buffers = framing.allocate(header, LIMITS)
         total = sum(map(len, buffers))
         assert sum(taken) <= total <= LIMITS.body_bytes
-        assert sum(sizes) <= LIMITS.body_bytes
+        assert sum(layout.apart) <= LIMITS.body_bytes
         if len(data) < total:
             raise ProtocolError("The connection closed in the middle of a frame.")
         for buffer in buffers:
             buffer[:] = data[: len(buffer)].tobytes()
             data = data[len(buffer) :]
-        apart = [memoryview(bytearray(size)) for size in sizes]
-        frame = framing.assemble(header, buffers, jax.devices("cpu")[1], apart)
+        apart = [memoryview(bytearray(size)) for size in layout.apart]
+        frame = framing.assemble(header, layout, buffers, jax.devices("cpu")[1], apart)
         return codec.decode(frame.tree, frame.leaves)
 
     receive.decode = codec.decode
