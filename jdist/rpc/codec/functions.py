@@ -32,7 +32,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ class FunctionTable:
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)
         self._modules = ("jdist", *(name for name in allow if ":" not in name))
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, Any] = {}  # at the top of modules
         self._known = dict(_always_known())
         for name in self._modules:
             if _within(name, ("jax",)):
@@ -157,16 +157,15 @@ class FunctionTable:
         known = self._known.get(ref)
         if known is not None:
             return known
-        before = self._found.get(ref)
-        # Modules may be reloaded and functions redefined at any time.
-        if before is not None and before.still_holds():
-            return before.thing
         module, colon, qualname = ref.partition(":")
+        before, home = self._found.get(ref), sys.modules.get(module)
+        # Modules may be reloaded and functions redefined at any time.
+        if before is not None and home and vars(home).get(qualname) is before:
+            return before
         if not colon or not self._allows(module, ref):
             rule = "must be in a module that other workers may name"
             raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
-        home = self._load(module, ref)
-        found: Any = home
+        found: Any = self._load(module, ref)
         for part in qualname.split("."):
             found = _step(found, part, ref)
         # An imported name: `mypkg:system` calls itself `posix:system`.
@@ -176,7 +175,7 @@ class FunctionTable:
         _check_files(found, ref)
         self._check_public(found, ref)
         if "." not in qualname:
-            self._found[ref] = _Found(module, home, qualname, found)
+            self._found[ref] = found
         return found
 
     def named(self, ref: str) -> Any:
@@ -280,22 +279,6 @@ class FunctionTable:
         except Exception as error:
             raise ForbiddenFunction(f"{_absent(ref)} ({error})") from error
         return found
-
-
-class _Found(NamedTuple):
-    """A cached look-up of a name at the top of a module."""
-
-    module: str
-    home: types.ModuleType
-    name: str
-    thing: Any
-
-    def still_holds(self) -> bool:
-        """Whether neither the module nor its object of that name was replaced."""
-        return (
-            sys.modules.get(self.module) is self.home
-            and vars(self.home).get(self.name) is self.thing
-        )
 
 
 def own_name(thing: Any) -> str | None:
