@@ -50,14 +50,19 @@ def pack_apart(frame, least=1):
         return framing.pack(frame, apart=take), apart
 
 
+def parts(pieces, limits=LIMITS):
+    """The header in what is sent, the slab and the large leaves."""
+    head, *large = pieces
+    begin = framing.PREFIX_BYTES
+    end = begin + framing.parse_prefix(head[:begin], limits)
+    return [framing.parse_header(head[begin:end], limits), head[end:], *large]
+
+
 def receive(pieces, device=None, apart=(), limits=LIMITS):
     """What a transport does with the bytes that reach it."""
-    head, *body = pieces
-    size = framing.parse_prefix(head[: framing.PREFIX_BYTES], limits)
-    header = framing.parse_header(head[framing.PREFIX_BYTES :], limits)
+    header, *body = parts(pieces, limits)
     layout, buffers = framing.allocate(header, limits)
     stream = b"".join(body)
-    assert len(head) == framing.PREFIX_BYTES + size
     assert len(stream) == sum(map(len, buffers))
     assert layout.apart == [len(leaf) for leaf in apart]
     for buffer in buffers:

@@ -144,7 +144,7 @@ def pack(
     limits: Limits = _LIMITS,
     apart: Callable[[memoryview], bool] | None = None,
 ) -> list[bytes | memoryview]:
-    """Encodes a frame as bytes: prefix and header, then the pieces of the body.
+    """Encodes a frame as bytes: prefix, header and slab, then each large leaf.
 
     Args:
       frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
@@ -190,8 +190,7 @@ def pack(
             rule = f"must have {what} at most {limit}"
             raise value_error("rpc(value)", rule, size, f"Send it in parts{other}.")
     prefix = len(header).to_bytes(PREFIX_BYTES, "little")
-    small = [b"".join(slab)] if filled else []
-    return [prefix + header, *small, *large]
+    return [b"".join((prefix, header, *slab)), *large]
 
 
 _LIMITED = (

@@ -41,7 +41,6 @@ _KEEPALIVE = (
     ("TCP_KEEPINTVL", 5),  # seconds between two questions
     ("TCP_KEEPCNT", 3),  # of them without an answer, and the connection is closed
 )
-_JOINED = 4096  # up to here joining the pieces is cheaper than sending a list of them
 _MOST_PIECES = 1024  # IOV_MAX of Linux and macOS
 
 # As plain numbers: the enumeration's members cost more than the rest of a call. On
@@ -271,8 +270,6 @@ class Stream:
           ChannelClosed: The peer closed, or `shut` was called.
           NotSent: Likewise, and nothing was sent.
         """
-        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
-            pieces = (b"".join(pieces),)
         rights: Any = ()
         if descriptors:
             passed = array.array("i", descriptors)

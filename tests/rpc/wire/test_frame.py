@@ -11,7 +11,7 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.codes import dtype_name, dtype_named
 from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
-from tests.rpc.carriers import LIMITS, assert_same, pack_apart, receive
+from tests.rpc.carriers import LIMITS, assert_same, pack_apart, parts, receive
 
 
 def _frame(*leaves, **changes):
@@ -42,17 +42,13 @@ def test_a_frame_comes_back(rng, shared, least):
     assert {d for a in got.leaves[1::2] for d in a.devices()} == {jax.devices("cpu")[1]}
 
 
-def _header(pieces):
-    return framing.parse_header(pieces[0][framing.PREFIX_BYTES :], LIMITS)
-
-
 def test_frames_without_arrays():
     """No body, no memory: a frame of scalars is its header."""
     pieces = framing.pack(_frame())
     (head,) = pieces
     size = framing.parse_prefix(head[: framing.PREFIX_BYTES], LIMITS)
     assert size == len(head) - framing.PREFIX_BYTES
-    layout, buffers = framing.allocate(_header(pieces), LIMITS)
+    layout, buffers = framing.allocate(parts(pieces)[0], LIMITS)
     assert (layout.apart, buffers) == ([], [b""])
     assert receive(pieces) == _frame()
 
@@ -84,12 +80,12 @@ def test_large_leaves_are_received_into_their_own_memory(rng):
     small = [rng.normal(size=5) for _ in range(2)]
     sent = _frame(small[0], large[0], small[1], large[1])
     pieces = framing.pack(sent)
-    header = _header(pieces)
+    header, *body = parts(pieces)
     layout, buffers = framing.allocate(header, LIMITS)
     assert [len(b) for b in buffers] == [16 * 3 + 40, 72000, 72000]
     starts = [_address(np.frombuffer(b, np.uint8)) for b in buffers[1:]]
     assert [start % 64 for start in starts] == [0, 0]
-    for buffer, piece in zip(buffers, pieces[1:], strict=True):
+    for buffer, piece in zip(buffers, body, strict=True):
         buffer[:] = piece
     got = framing.assemble(header, layout, buffers, None).leaves
     assert [_address(got[1]), _address(got[3])] == starts
@@ -99,7 +95,7 @@ def test_large_leaves_are_received_into_their_own_memory(rng):
 def test_received_jax_arrays_are_the_received_memory(rng):
     """From the socket to the device without a copy, on CPU."""
     pieces = framing.pack(_frame(jnp.asarray(rng.normal(size=(100, 90)))))
-    header = _header(pieces)
+    header = parts(pieces)[0]
     layout, (slab, buffer) = framing.allocate(header, LIMITS)
     buffer[:] = pieces[1]
     device = jax.devices("cpu")[1]
@@ -112,7 +108,7 @@ def test_of_large_leaves_some_may_travel_apart(rng):
     leaves = [np.arange(n, dtype=np.uint8) for n in (9, 32_768, 3, 40_000, 32_767)]
     pieces, apart = pack_apart(_frame(*leaves), 40_000)
     assert [len(piece) for piece in apart] == [40_000]
-    assert [len(piece) for piece in pieces[1:]] == [32 + 32_767, 32_768]
+    assert [len(piece) for piece in parts(pieces)[1:]] == [32 + 32_767, 32_768]
     assert_same(receive(pieces, apart=apart).leaves, leaves)
     offered = []
     framing.pack(_frame(*leaves), apart=lambda leaf: offered.append(len(leaf)))
@@ -125,7 +121,7 @@ def test_memory_behind_descriptors_may_be_larger(rng):
     pieces, apart = pack_apart(_frame(array))
     page = memoryview(bytearray(4096))
     page[: array.nbytes] = apart[0]
-    header = _header(pieces)
+    header = parts(pieces)[0]
     layout, buffers = framing.allocate(header, LIMITS)
     (got,) = framing.assemble(header, layout, buffers, None, [page]).leaves
     assert_same(got, array)
@@ -246,12 +242,11 @@ def test_jax_arrays_of_what_jax_does_not_have(dtype):
 def test_the_format_is_that_of_this_version():
     """Changed bytes need a changed version: this frame is written out in full."""
     frame = Frame("call", 7, {"k": 1}, [0, 0], [np.array([1, 2], np.uint8)], True)
-    head, body = framing.pack(frame)
     header = (
         b"\x96\xa4call\x07\x81\xa1k\x01\x92\x00\x00\xc3\x91\x93\x00\xa5uint8\x91\x02"
     )
     prefix = bytes([len(header), 0, 0, 0])
-    assert (head, bytes(body)) == (prefix + header, b"\1\2")
+    assert framing.pack(frame) == [prefix + header + b"\1\2"]
 
 
 def test_dtype_names():
