@@ -202,8 +202,8 @@ def replica(
 
     # Patched, because a run does not report how long the transfer of a state took. It
     # asks for it when it has made its follower.
-    Follower.__init__ = make_timed  # type: ignore[method-assign]
-    Follower.follow = follow_timed  # type: ignore[method-assign]
+    Follower.__init__ = make_timed  # type: ignore[method-assign, assignment]
+    Follower.follow = follow_timed  # type: ignore[method-assign, assignment]
     rpc.init_rpc(
         f"worker{place.number}",
         rank=place.rank,

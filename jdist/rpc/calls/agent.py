@@ -303,7 +303,7 @@ class Agent(CallingWorker):
         operation: Operation,
     ) -> Any:
         """Calls a function as `rpc_sync` does, past the interceptor."""
-        body = (function, args, {})
+        body: Any = (function, args, {})
         return self.exchange(
             self.outgoing(to, CALL, body, timeout, operation=operation)
         )

@@ -127,6 +127,7 @@ def traced(
         return found
     # An example that does not count may have a cotangent of 0 / 0. As in padding, a
     # copy of one that counts takes its place.
+    assert whole.weights is not None, "some do not count"
     rows = np.full(np.shape(whole.weights), whole.rows[0])
     rows[whole.rows] = whole.rows
     batch = jax.tree.map(lambda x: jnp.asarray(x)[rows], whole.batch)
