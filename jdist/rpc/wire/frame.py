@@ -244,7 +244,7 @@ def parse_header(data: Bytes, limits: Limits) -> Header:
     return header
 
 
-def allocate(header: Header, limits: Limits) -> tuple["Layout", list[memoryview]]:
+def allocate(header: Header, limits: Limits) -> tuple["FrameLayout", list[memoryview]]:
     """Allocate the memory to receive the body into.
 
     Returns:
@@ -264,7 +264,7 @@ def allocate(header: Header, limits: Limits) -> tuple["Layout", list[memoryview]
     return layout, [slab, *map(aligned, layout.large)]
 
 
-class Layout(NamedTuple):
+class FrameLayout(NamedTuple):
     """The places of a frame's arrays in the memory that receives them.
 
     Attributes:
@@ -284,7 +284,7 @@ class Layout(NamedTuple):
     total: int
 
 
-def _layout(described: tuple[_Described, ...]) -> Layout:
+def _layout(described: tuple[_Described, ...]) -> FrameLayout:
     leaves: list[tuple[np.dtype, tuple[int, ...], int, int | None]] = []
     large: list[int] = []
     apart: list[int] = []
@@ -307,7 +307,7 @@ def _layout(described: tuple[_Described, ...]) -> Layout:
             filled = offset + nbytes
         leaves.append((dtype, shape, flags, offset))
     total = filled + sum(large) + sum(apart)
-    return Layout(leaves, filled, large, apart, most, total)
+    return FrameLayout(leaves, filled, large, apart, most, total)
 
 
 _FEW = 8
@@ -343,7 +343,7 @@ def aligned(nbytes: int) -> memoryview:
 
 def assemble(
     header: Header,
-    layout: Layout,
+    layout: FrameLayout,
     buffers: Sequence[memoryview],
     device: jax.Device | None,
     apart: Sequence[memoryview] = (),

@@ -108,7 +108,7 @@ def test_an_answer_waits_for_a_peer_that_reads_slowly(agents, monkeypatch):
             wait_for_room(*args)
 
         monkeypatch.setattr(far._stream, "_wait_for_room", wait)
-        serving = ServedConnection(other.callee, far, one.info, lambda channel: None)
+        serving = ServedConnection(other.callee, far, one.info)
         threads = [
             threading.Thread(target=serving.read),
             threading.Thread(target=send, args=(near,)),
