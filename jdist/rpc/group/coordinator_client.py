@@ -235,7 +235,8 @@ class CoordinatorClient:
     def lost(self) -> dict[str, str]:
         """The lost workers, each with the reason; this one if the others lost it."""
         own = {} if self._expelled is None else {self._agent.info.name: self._expelled}
-        return self._agent.directory.lost() | own
+        # Itself first: it finds the connections to all others closed.
+        return own | self._agent.directory.lost()
 
     def check(self, purpose: str) -> None:
         """Raises if a worker was lost; in an elastic group only for the coordinator.
