@@ -356,6 +356,8 @@ def join(one: Reach, other: Reach) -> Reach:
     # Identity first: most inputs share one set, and to compare it costs.
     if one is other or not other:
         return one
+    if not one:
+        return other
     joined = dict(one)
     for block, mask in other.items():
         joined[block] = joined.get(block, 0) | mask
@@ -370,9 +372,11 @@ def ids_in(reach: Reach) -> list[int]:
       >>> ids_in({2: 0b11, 0: 1 << 63})
       [63, 128, 129]
     """
-    return [
-        64 * block + place
-        for block, mask in sorted(reach.items())
-        for place in range(64)
-        if mask >> place & 1
-    ]
+    found = []
+    for block, mask in sorted(reach.items()):
+        while mask:
+            # From bit to bit: most masks have few, and each pass asks.
+            lowest = mask & -mask
+            found.append(64 * block + lowest.bit_length() - 1)
+            mask ^= lowest
+    return found
