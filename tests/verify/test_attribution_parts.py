@@ -317,6 +317,20 @@ def test_a_decay_of_parameters_or_of_some_rows_is_told(composed, rows_of_w):
     assert why == f"{told}; its gradient is right; params/w: params/w is off"
 
 
+def test_a_parameter_that_is_missing_does_not_hide_a_decay(composed):
+    """It is reported as missing; what is known of the others is still told."""
+    own, (params, gradient, buffer) = composed
+    after, state = momentum(params, gradient, buffer)
+    after["w"] -= 0.02 * params["w"]
+    found = shown(after, state)
+    found |= {f"gradient/{name}": leaf for name, leaf in gradient.items()}
+    failing = rows(found, "params/b", "params/w")
+    del found["params/b"]
+    (cause,) = attributed(failing, found, own, 3)
+    assert cause.part == "optimizer update"
+    assert cause.why.startswith("as if -0.02 times the parameters were added there")
+
+
 def averages_of(share, params, gradient, averages):
     """Gradient descent, and an average that has this share of the new parameters."""
     params = jax.tree.map(lambda p, g: p - RATE * g, params, gradient)

@@ -495,9 +495,11 @@ def _decayed(wrong: _WrongStep) -> str:
     """The decay that explains what is wrong in new parameters; empty if none does."""
     _, found, moment = wrong
     added = {}
-    for path in filter(moment.before.__contains__, wrong.updated):
+    for path in wrong.updated:
+        if not within(path, "params") or path not in moment.before:
+            continue
         limit, wanted = moment.limits[path], moment.wanted[path]
-        if within(path, "params") and limit and _alike(found[path], wanted):
+        if limit and _alike(found.get(path), wanted):
             extra = in_double(found[path]) - in_double(wanted)
             added[path] = np.where(np.abs(extra) > limit.bound, extra, 0)
     rate = _decay(added, moment) if added else None
