@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import _agreement
+from jdist import _agreement, verify
 from jdist._agreement import RecordExchange
 from jdist.verify import PeersLost
 from jdist.verify.processes import peers
@@ -184,6 +184,17 @@ def test_a_judgement_tells_of_its_error(store, monkeypatch):
         raise KeyboardInterrupt("by hand")
     (text,) = store.values.values()
     assert json.loads(text) == {"refusal": "KeyboardInterrupt: by hand"}
+
+
+def test_a_step_tells_of_candidates_that_are_none(store, monkeypatch):
+    """Before the reference: the other processes must not wait for this one."""
+    monkeypatch.setattr(peers.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(peers.jax, "process_index", lambda: 1)
+    state, batches = (jnp.float32(0.7), ()), [jnp.arange(5.0)]
+    with pytest.raises(ValueError, match="must name at least one function"):
+        verify.step(lambda p, b: p * b, lambda g, s: (g, s), state, batches, {})
+    (text,) = store.values.values()
+    assert "must name at least one function" in json.loads(text)["refusal"]
 
 
 def test_taps_of_all_processes_come_by_name_then_by_rank(run):

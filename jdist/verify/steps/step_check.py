@@ -152,8 +152,10 @@ def step(  # noqa: PLR0913 - options, by keyword
     """
     whole = candidates is None
     given = (update, state, batches) if whole else (loss_fn, update, state, batches)
-    # Before the reference is measured, which may take minutes.
-    named = _named(loss_fn if whole else candidates, whole)
+    # Before the reference is measured, which may take minutes; other processes are told
+    # of a refusal.
+    with joined(timeout):
+        named = _named(loss_fn if whole else candidates, whole)
     judge = step_judge(
         *given,
         weights=weights,
