@@ -8,7 +8,7 @@ bypasses the buffer and is received into its final memory.
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -287,7 +287,7 @@ class Connection:
         self._start = self._end = 0
         self._end = self._stream.receive_into(self._buffer, until)
 
-    def _claim(self, sizes: list[int]) -> list[memoryview]:
+    def _claim(self, sizes: Sequence[int]) -> list[memoryview]:
         """The memory behind the descriptors that came with this frame."""
         if self._pool is None or len(self._socket.descriptors) < len(sizes):
             raise ProtocolError("A frame came without its memory descriptors.")

@@ -276,10 +276,10 @@ class FrameLayout(NamedTuple):
       total: The size of all.
     """
 
-    leaves: list[tuple[np.dtype, tuple[int, ...], int, int | None]]
+    leaves: Sequence[tuple[np.dtype, tuple[int, ...], int, int | None]]
     slab: int
-    large: list[int]
-    apart: list[int]
+    large: Sequence[int]
+    apart: Sequence[int]
     most: int
     total: int
 
