@@ -51,9 +51,8 @@ class Elastic:
         dL/dW = sum_i (B_i / B) dL_i/dW              for any shards i
 
     A newcomer is sent the state of rank 0 while the others continue. If all but rank 0
-    die, rank 0 continues alone. If rank 0 dies, whose process has the
-    group's coordinator, the run ends; started again, it continues from the last
-    checkpoint.
+    die, rank 0 continues alone. If rank 0 dies, whose process has the group's
+    coordinator, the run ends; started again, it continues from the last checkpoint.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`. It
