@@ -11,7 +11,7 @@ wherever in a message it meets a recorded value.
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +27,8 @@ from jdist.autograd.contexts import (
 from jdist.autograd.recording.node import (
     LAST,
     Edge,
+    Id,
+    Reach,
     RecvNode,
     SendNode,
     light,
@@ -43,8 +45,6 @@ META = "autograd"
 
 _NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
 
-_Id = Annotated[int, msgspec.Meta(ge=0)]
-
 
 class CrossingHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The metadata of a message within a context, to which the codec's hooks add.
@@ -58,11 +58,11 @@ class CrossingHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True
         among them: see `node.Reach`.
     """
 
-    context: _Id
-    answers: _Id
-    message: _Id
-    slots: _Id
-    reach: dict[_Id, _Id]
+    context: Id
+    answers: Id
+    message: Id
+    slots: Id
+    reach: Reach
 
     @classmethod
     def begun(cls, context: int, answers: int, message: int) -> "CrossingHeader":

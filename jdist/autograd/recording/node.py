@@ -11,10 +11,11 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -101,7 +102,10 @@ def next_order() -> Order:
 
 # --- nodes ---
 
-Reach = dict[int, int]
+Id = Annotated[int, msgspec.Meta(ge=0)]
+"""An id, or another number of a message that is not negative."""
+
+Reach = dict[Id, Id]
 """A set of message ids: bit i of the mask at key k stands for the id 64 k + i.
 
 A worker numbers its messages one by one, so that a mask has many of them. Sets are

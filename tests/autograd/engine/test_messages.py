@@ -69,6 +69,7 @@ NO_REQUESTS = {
     "truth": ([], terms(0, True), "got `bool` - at `$[0]`"),
     "retain": ([], terms(2, 1), "`bool`, got `int` - at `$[2]`"),
     "marks": ([], terms(3, {7: "8"}), "`int`, got `str` - at `$[3][...]`"),
+    "negative marks": ([], terms(3, {7: -8}), "`int` >= 0 - at `$[3][...]`"),
     "body": ({}, {"terms": list(TERMS)}, "has a message's id and cotangents"),
     "row": ([(7,)], {"terms": list(TERMS)}, "has a message's id and cotangents"),
     "row of texts": ([("7", [])], {"terms": list(TERMS)}, "has a message's id"),
